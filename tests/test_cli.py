@@ -473,7 +473,7 @@ def test_a_profile_is_written(workplace, capsys):
 
 @pytest.mark.thorough
 def test_a_name_is_the_experiment_and_a_preset_of_that_name_has_a_prefix(workplace, capsys):
-    from jaxformer.models import PRESETS
+    from jaxformer.zoo import PRESETS
 
     (workplace / "experiments" / "llama_7b.py").write_text(EXPERIMENT.replace("tiny", "llama_7b"))
     assert json.loads(run(capsys, "show", "llama_7b")[1].partition("\n}")[0] + "}")["name"] == "llama_7b"

@@ -11,7 +11,7 @@ import matplotlib
 import pytest
 
 from experiments.launch.sweep import read_trials
-from jaxformer import cli, config, models
+from jaxformer import cli, config, zoo
 from jaxformer.cli.arguments import PRESET, experiment_of
 from jaxformer.tools.planning.plan import of_preset
 
@@ -142,7 +142,7 @@ def check_python(line):
                 read_trials(names[0], value, [])
         elif not OPEN.search(word):
             dotted.append(f"{flag}={value}")
-    known = [name for name in names if name in config.available() or name.removeprefix(PRESET) in models.PRESETS]
+    known = [name for name in names if name in config.available() or name.removeprefix(PRESET) in zoo.PRESETS]
     check_options((known or ["quickstart"])[0], dotted)
 
 

@@ -22,7 +22,10 @@ FLOORS = [
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
 # may import by a string: lazy doors, experiment files
-BY_STRING = ["__init__.py", "config/imports.py", "config/moved.py", "interop/__init__.py", "runs/__init__.py"]
+BY_STRING = [
+    *("__init__.py", "interop/__init__.py", "runs/__init__.py", "zoo/__init__.py"),
+    *("config/imports.py", "config/moved.py", "config/offered.py"),
+]
 
 
 def module_name(path):

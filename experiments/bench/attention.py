@@ -29,7 +29,7 @@ from jax import random
 
 from experiments.bench.compare import OURS, PRECISIONS, alternate, both_heaps, ceiling, measure, report, run_of_peer
 from experiments.bench.shapes import ATTENTION
-from jaxformer import masks, ops
+from jaxformer import masks, ops, zoo
 from jaxformer.runs import memory
 
 FEATURES, RANK = 128, 128
@@ -45,29 +45,29 @@ def exact(mask: masks.Mask, implementation: str = "blockwise") -> Callable:
 
 
 def performer(query, key, value):
-    projection = ops.orthogonal_projection(random.key(0), FEATURES, WIDTH)
-    return ops.favor_attention(query, key, value, projection, mask=causal, stabiliser=0.0)
+    projection = zoo.performer.orthogonal_projection(random.key(0), FEATURES, WIDTH)
+    return zoo.performer.attention(query, key, value, projection, mask=causal, stabiliser=0.0)
 
 
 def linformer(query, key, value):
     project = random.normal(random.key(0), (key.shape[1], RANK)) / RANK**0.5
-    return ops.linformer_attention(query, key, value, project)
+    return zoo.linformer.attention(query, key, value, project)
 
 
 def longformer(query, key, value):
-    return ops.longformer_attention(query, key, value, query, key, value, window=512, global_tokens=16)
+    return zoo.longformer.attention(query, key, value, query, key, value, window=512, global_tokens=16)
 
 
 def bigbird(query, key, value):
-    layout = ops.bigbird_layout(random.key(0), query.shape[1], 64, 3, HEADS)
-    return ops.bigbird_attention(query, key, value, layout, block=64)
+    layout = zoo.bigbird.random_layout(random.key(0), query.shape[1], 64, 3, HEADS)
+    return zoo.bigbird.attention(query, key, value, layout, block=64)
 
 
 def reformer(query, key, value):
     digits = int(np.log2(2 * query.shape[1] / 64))  # buckets of 32 tokens, in two digits: hashing stays below n^1.5
     buckets = 2 ** (digits // 2), 2 ** (digits - digits // 2)
-    rotations = ops.random_rotations(random.key(0), HEADS, WIDTH, 2, buckets)
-    return ops.lsh_attention(query, value, rotations, chunk=64, mask=causal)
+    rotations = zoo.reformer.random_rotations(random.key(0), HEADS, WIDTH, 2, buckets)
+    return zoo.reformer.attention(query, value, rotations, chunk=64, mask=causal)
 
 
 # name: (function of query, key, value; how its cost should grow)
@@ -79,7 +79,7 @@ VARIANTS: dict[str, tuple[Callable, str]] = {
     "bigbird": (bigbird, "n"),
     "sparse, strided": (exact(masks.sparse_transformer_strided(128)), "n^2 / 2 (no block is empty)"),
     "sparse, fixed": (exact(masks.sparse_transformer_fixed(128, 8)), "n^2 / 2 (no block is empty)"),
-    "linear": (partial(ops.linear_attention, mask=causal), "n"),
+    "linear": (partial(zoo.linear_attention.attention, mask=causal), "n"),
     "performer": (performer, "n"),
     "linformer": (linformer, "n"),
     "reformer": (reformer, "n log n"),

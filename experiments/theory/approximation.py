@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxformer import ops
+from jaxformer import ops, zoo
 from jaxformer.masks import full
 from jaxformer.tools.analysis import figures
 from jaxformer.tools.planning import flops
@@ -79,18 +79,18 @@ def measured(function: Callable, argument, size: int, x: Inputs, target: Array, 
 
 
 def linear(x: Inputs) -> Point:
-    function = lambda _, x: ops.linear_attention(*x, mask=full())
+    function = lambda _, x: zoo.linear_attention.attention(*x, mask=full())
     return measured(function, lambda key: None, WIDTH, x, exact(x), draws=1)
 
 
 def performer(x: Inputs, features: Sequence[int] = FEATURES) -> list[Point]:
-    function = lambda projection, x: ops.favor_attention(x.query, x.key, x.value, projection, mask=full())
-    draw = lambda size: lambda key: ops.orthogonal_projection(key, size, WIDTH)
+    function = lambda projection, x: zoo.performer.attention(x.query, x.key, x.value, projection, mask=full())
+    draw = lambda size: lambda key: zoo.performer.orthogonal_projection(key, size, WIDTH)
     return [measured(function, draw(size), size, x, exact(x)) for size in features]
 
 
 def linformer(x: Inputs, ranks: Sequence[int] = RANKS) -> list[Point]:
-    function = lambda projections, x: ops.linformer_attention(*x, *projections)
+    function = lambda projections, x: zoo.linformer.attention(*x, *projections)
     return [measured(function, lambda key, rank=rank: best_projections(x, rank), rank, x, exact(x), draws=1) for rank in ranks]
 
 
@@ -111,11 +111,11 @@ def reformer(x: Inputs, sharpness: float, rounds: Sequence[int] = ROUNDS, chunk:
     x = x._replace(query=x.query * sharpness**-0.5)  # the keys have the length 1: then q . k has the deviation 1
 
     def function(chunk):
-        return lambda rotations, x: ops.lsh_attention(
+        return lambda rotations, x: zoo.reformer.attention(
             x.query, x.value, rotations, chunk=chunk, chunks_after=int(chunk < length), scale=sharpness
         )
 
-    draw = lambda size: lambda key: ops.random_rotations(key, HEADS, WIDTH, size, 2 * length // chunk)
+    draw = lambda size: lambda key: zoo.reformer.random_rotations(key, HEADS, WIDTH, size, 2 * length // chunk)
     target = function(length)(draw(1)(jax.random.key(0)), x)
     return [measured(function(chunk), draw(size), size, x, target) for size in rounds]
 

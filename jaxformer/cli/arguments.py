@@ -110,7 +110,7 @@ def folder_of(name: str, runs: str):
 def read_experiment(name: str, overrides: list[str]):
     """(the source, the experiment with its options). Raises `Answered` where the options are asked for."""
     if name not in config.available() and not name.endswith(".py"):
-        from jaxformer.models import PRESETS
+        from jaxformer.zoo import PRESETS
 
         if name.removeprefix(PRESET) in PRESETS:
             name = name.removeprefix(PRESET)
@@ -137,8 +137,8 @@ def experiment_of(name: str, overrides: list[str], preset: Callable[[str, Any], 
 
     A name means the experiment, where there is one; `preset:NAME` means the preset.
     """
-    from jaxformer.models import PRESETS
     from jaxformer.runs.names import MODEL, NAMES
+    from jaxformer.zoo import PRESETS
 
     chosen = name.removeprefix(PRESET)
     if chosen in PRESETS and (chosen != name or name not in config.available()):

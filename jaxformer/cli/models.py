@@ -11,7 +11,7 @@ from jaxformer.errors import ConfigError
 
 
 def list_all(argv: list[str]) -> int:
-    from jaxformer.models import PRESETS
+    from jaxformer.zoo import PRESETS
 
     Parser(prog="python -m jaxformer list").parse_args(argv)
     print("experiments")

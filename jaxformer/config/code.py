@@ -33,8 +33,7 @@ def name_of(unit: Any) -> str:
     in_experiment = hasattr(sys.modules.get(str(module)), "__experiment_text__")
     if module is None or in_experiment:
         return name
-    module = plain_name(str(module))
-    return f"{moved.first_module(module, name)}:{name}"
+    return ":".join(moved.first_name(plain_name(str(module)), name))
 
 
 def plain_name(module: str) -> str:

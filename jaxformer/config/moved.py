@@ -1,13 +1,13 @@
 """Names of this library that moved: the experiment file in the folder of an older run imports them from where they were.
 
-`import_from` serves such imports and warns with the new place. `first_module` tells where a name was first: descriptions use
+`import_from` serves such imports and warns with the new place. `first_name` tells where a name was first: descriptions use
 that, because a run keeps its name when the library moves a file.
 """
 
 import functools
 import importlib
 import logging
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 log = logging.getLogger("jaxformer")
@@ -28,6 +28,7 @@ MODULES = {
     "jaxformer.training.metrics": "jaxformer.runs.metrics",
     "jaxformer.training.names": "jaxformer.runs.names",
     "jaxformer.training.run": "jaxformer.runs.run",
+    "jaxformer.models.stacks.reversible": "jaxformer.zoo.reversible",
     "jaxformer.training.run_folder": "jaxformer.runs.run_folder",
     "jaxformer.training.start": "jaxformer.runs.start",
 }
@@ -47,24 +48,145 @@ NAMES = {
     "jaxformer.training.corruption.hide_tokens": "jaxformer.objectives.masked",
     "jaxformer.training.corruption.corrupt_spans": "jaxformer.objectives.corruption",
     "jaxformer.training.corruption.span_counts": "jaxformer.objectives.corruption",
+    "jaxformer.ops.linear_attention": "jaxformer.zoo.linear_attention",
+    "jaxformer.ops.attention.linear.linear_attention": "jaxformer.zoo.linear_attention",
+    "jaxformer.ops.linear_attention_step": "jaxformer.zoo.linear_attention",
+    "jaxformer.ops.attention.linear.linear_attention_step": "jaxformer.zoo.linear_attention",
+    "jaxformer.ops.LinearState": "jaxformer.zoo.linear_attention",
+    "jaxformer.ops.attention.linear.LinearState": "jaxformer.zoo.linear_attention",
+    "jaxformer.ops.elu_plus_one": "jaxformer.zoo.linear_attention",
+    "jaxformer.ops.attention.linear.elu_plus_one": "jaxformer.zoo.linear_attention",
+    "jaxformer.ops.efficient_attention": "jaxformer.zoo.efficient_attention",
+    "jaxformer.ops.attention.linear.efficient_attention": "jaxformer.zoo.efficient_attention",
+    "jaxformer.ops.favor_attention": "jaxformer.zoo.performer",
+    "jaxformer.ops.attention.linear.favor_attention": "jaxformer.zoo.performer",
+    "jaxformer.ops.favor_features": "jaxformer.zoo.performer",
+    "jaxformer.ops.attention.linear.favor_features": "jaxformer.zoo.performer",
+    "jaxformer.ops.favor_relu_features": "jaxformer.zoo.performer",
+    "jaxformer.ops.attention.linear.favor_relu_features": "jaxformer.zoo.performer",
+    "jaxformer.ops.orthogonal_projection": "jaxformer.zoo.performer",
+    "jaxformer.ops.attention.linear.orthogonal_projection": "jaxformer.zoo.performer",
+    "jaxformer.ops.linformer_attention": "jaxformer.zoo.linformer",
+    "jaxformer.ops.attention.linear.linformer_attention": "jaxformer.zoo.linformer",
+    "jaxformer.ops.lsh_attention": "jaxformer.zoo.reformer",
+    "jaxformer.ops.attention.lsh.lsh_attention": "jaxformer.zoo.reformer",
+    "jaxformer.ops.random_rotations": "jaxformer.zoo.reformer",
+    "jaxformer.ops.attention.lsh.random_rotations": "jaxformer.zoo.reformer",
+    "jaxformer.ops.attention.lsh.lsh_buckets": "jaxformer.zoo.reformer",
+    "jaxformer.ops.longformer_attention": "jaxformer.zoo.longformer",
+    "jaxformer.ops.attention.sparse.longformer_attention": "jaxformer.zoo.longformer",
+    "jaxformer.ops.bigbird_attention": "jaxformer.zoo.bigbird",
+    "jaxformer.ops.attention.sparse.bigbird_attention": "jaxformer.zoo.bigbird",
+    "jaxformer.ops.bigbird_layout": "jaxformer.zoo.bigbird",
+    "jaxformer.ops.attention.sparse.bigbird_layout": "jaxformer.zoo.bigbird",
+    "jaxformer.ops.bigbird_layout_zero": "jaxformer.zoo.bigbird",
+    "jaxformer.ops.attention.sparse.bigbird_layout_zero": "jaxformer.zoo.bigbird",
+    "jaxformer.ops.bigbird_layout_seeded": "jaxformer.zoo.bigbird",
+    "jaxformer.ops.attention.sparse.bigbird_layout_seeded": "jaxformer.zoo.bigbird",
+    "jaxformer.ops.attention.linear.View": "jaxformer.zoo.visible",
+    "jaxformer.ops.attention.linear.visibility": "jaxformer.zoo.visible",
+    "jaxformer.ops.attention.linear.FeatureMap": "jaxformer.zoo.linear_attention",
+    "jaxformer.models.mixers.Longformer": "jaxformer.zoo.longformer",
+    "jaxformer.models.mixers.efficient.Longformer": "jaxformer.zoo.longformer",
+    "jaxformer.models.mixers.BigBird": "jaxformer.zoo.bigbird",
+    "jaxformer.models.mixers.efficient.BigBird": "jaxformer.zoo.bigbird",
+    "jaxformer.models.mixers.Linear": "jaxformer.zoo.linear_attention",
+    "jaxformer.models.mixers.efficient.Linear": "jaxformer.zoo.linear_attention",
+    "jaxformer.models.mixers.Efficient": "jaxformer.zoo.efficient_attention",
+    "jaxformer.models.mixers.efficient.Efficient": "jaxformer.zoo.efficient_attention",
+    "jaxformer.models.mixers.Performer": "jaxformer.zoo.performer",
+    "jaxformer.models.mixers.efficient.Performer": "jaxformer.zoo.performer",
+    "jaxformer.models.mixers.Linformer": "jaxformer.zoo.linformer",
+    "jaxformer.models.mixers.efficient.Linformer": "jaxformer.zoo.linformer",
+    "jaxformer.models.mixers.Reformer": "jaxformer.zoo.reformer",
+    "jaxformer.models.mixers.efficient.Reformer": "jaxformer.zoo.reformer",
+    "jaxformer.models.mixers.LocalChunks": "jaxformer.zoo.local_chunks",
+    "jaxformer.models.mixers.efficient.LocalChunks": "jaxformer.zoo.local_chunks",
+    "jaxformer.models.mixers.variants.qk_norm": "jaxformer.zoo.qk_norm",
+    "jaxformer.models.mixers.variants.qk_norm_full": "jaxformer.zoo.qk_norm",
+    "jaxformer.models.mixers.variants.normalize": "jaxformer.zoo.qk_norm",
+    "jaxformer.models.mixers.variants.gated": "jaxformer.zoo.gated",
+    "jaxformer.models.mixers.variants.gate": "jaxformer.zoo.gated",
+    "jaxformer.models.mixers.variants.differential": "jaxformer.zoo.differential",
+    "jaxformer.models.mixers.variants.sigmoid": "jaxformer.zoo.sigmoid",
+    "jaxformer.models.mixers.variants.value_residual": "jaxformer.zoo.value_residual",
+    "jaxformer.models.mixers.variants.temperature": "jaxformer.zoo.temperature",
+    "jaxformer.models.mixers.variants.inverse_depth_scale": "jaxformer.zoo.temperature",
+    "jaxformer.models.presets.longformer_base": "jaxformer.zoo.longformer",
+    "jaxformer.models.presets.longformer_base_mlm": "jaxformer.zoo.longformer",
+    "jaxformer.models.presets.longformer_large": "jaxformer.zoo.longformer",
+    "jaxformer.models.presets.bigbird_base": "jaxformer.zoo.bigbird",
+    "jaxformer.models.presets.bigbird_base_pretraining": "jaxformer.zoo.bigbird",
+    "jaxformer.models.presets.bigbird_large": "jaxformer.zoo.bigbird",
+    "jaxformer.models.presets.linformer_base": "jaxformer.zoo.linformer",
+    "jaxformer.models.presets.performer_base": "jaxformer.zoo.performer",
+    "jaxformer.models.presets.reformer_enwik8": "jaxformer.zoo.reformer",
 }
-RENAMED = {"jaxformer.training.metrics.numbers": "as_numbers"}
+# their names now, where these are others
+RENAMED = {
+    "jaxformer.training.metrics.numbers": "as_numbers",
+    "jaxformer.ops.linear_attention": "attention",
+    "jaxformer.ops.attention.linear.linear_attention": "attention",
+    "jaxformer.ops.linear_attention_step": "step",
+    "jaxformer.ops.attention.linear.linear_attention_step": "step",
+    "jaxformer.ops.LinearState": "State",
+    "jaxformer.ops.attention.linear.LinearState": "State",
+    "jaxformer.ops.efficient_attention": "attention",
+    "jaxformer.ops.attention.linear.efficient_attention": "attention",
+    "jaxformer.ops.favor_attention": "attention",
+    "jaxformer.ops.attention.linear.favor_attention": "attention",
+    "jaxformer.ops.linformer_attention": "attention",
+    "jaxformer.ops.attention.linear.linformer_attention": "attention",
+    "jaxformer.ops.lsh_attention": "attention",
+    "jaxformer.ops.attention.lsh.lsh_attention": "attention",
+    "jaxformer.ops.longformer_attention": "attention",
+    "jaxformer.ops.attention.sparse.longformer_attention": "attention",
+    "jaxformer.ops.bigbird_attention": "attention",
+    "jaxformer.ops.attention.sparse.bigbird_attention": "attention",
+    "jaxformer.ops.bigbird_layout": "random_layout",
+    "jaxformer.ops.attention.sparse.bigbird_layout": "random_layout",
+    "jaxformer.ops.bigbird_layout_zero": "zero_layout",
+    "jaxformer.ops.attention.sparse.bigbird_layout_zero": "zero_layout",
+    "jaxformer.ops.bigbird_layout_seeded": "seeded_layout",
+    "jaxformer.ops.attention.sparse.bigbird_layout_seeded": "seeded_layout",
+}
 
 
 def import_from(module: str, names: tuple[str, ...]) -> Any:
     """What `from module import names` binds, if one of the names moved; None: nothing moved, import it as usual."""
-    moved = [name for name in names if _now(module, name) is not None]
-    if not moved:
+    if not any(_now(module, name) or f"{module}.{name}" in _left() for name in names):
         return None
-    for name in moved:
-        home, new_name = _now(module, name) or (module, name)
-        log.warning("%s.%s is now %s.%s; change the import", module, name, home, new_name)
-    return SimpleNamespace(**{name: _get(*(_now(module, name) or (module, name))) for name in names})
+    return SimpleNamespace(**{name: _look_up(module, name) for name in names})
 
 
-def first_module(module: str, name: str) -> str:
-    """The module that first had this function or class."""
-    return _first_modules().get(f"{module}.{name}") or _first_modules().get(module, module)
+class _Module(ModuleType):
+    """A module that lost names, for a file that asks it for them: `mixers.Performer`."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        try:
+            self.__dict__["_there"] = importlib.import_module(name)
+        except ModuleNotFoundError:  # it lost all of them
+            self.__dict__["_there"] = None
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__["_there"]
+        return getattr(module, name) if hasattr(module, name) else _look_up(self.__name__, name)
+
+
+def _look_up(module: str, name: str) -> Any:
+    """What `from module import name` bound, with a warning where it moved."""
+    full, now = f"{module}.{name}", _now(module, name)
+    if now is None:
+        return _Module(full) if full in _left() else _get(module, name)
+    log.warning("%s is now %s.%s; change the import", full, *now)
+    return _get(*now)
+
+
+def first_name(module: str, name: str) -> tuple[str, str]:
+    """(module, name) that this function or class had first."""
+    before = _first_names()
+    return before.get((module, name)) or (before.get((module, ""), (module, ""))[0], name)
 
 
 def _now(module: str, name: str) -> tuple[str, str] | None:
@@ -93,10 +215,16 @@ def _get(module: str, name: str) -> Any:
 
 
 @functools.cache
-def _first_modules() -> dict[str, str]:
-    """Module before, by module now and by full name now."""
-    found = {new: old for old, new in MODULES.items()}
+def _left() -> set[str]:
+    """The modules that names left."""
+    return {full.rpartition(".")[0] for full in NAMES} - MODULES.keys()
+
+
+@functools.cache
+def _first_names() -> dict[tuple[str, str], tuple[str, str]]:
+    """(module, name) before, by (module, name) now; by (module, "") for a module that moved whole."""
+    found = {(new, ""): (old, "") for old, new in MODULES.items()}
     for full, home in NAMES.items():
         module, _, name = full.rpartition(".")
-        found[f"{home}.{RENAMED.get(full, name)}"] = module
+        found[home, RENAMED.get(full, name)] = (module, name)
     return found

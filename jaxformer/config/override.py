@@ -7,6 +7,7 @@ import inspect
 import shutil
 import textwrap
 import tokenize
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -53,12 +54,13 @@ def _check_parent(option: str, options: Mapping[str, tuple[str, Any, Any]]) -> N
         raise ConfigError(f"{option}: {parent} is {expressions.shown(value)}, which has no fields; give {first}")
 
 
-def _available(path: str, names: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _available(path: str, names: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """The names that an expression for the field `path` may call. What the user's file defines comes first."""
     parts, anywhere = path.split("."), names.get("", {})
     in_library = lambda value: str(getattr(value, "__module__", "")).split(".")[0] == "jaxformer"
     users = {name: value for name, value in anywhere.items() if not in_library(value)}
-    return {**anywhere, **names.get(parts[0], {}), **names.get(parts[-1], {}), **users}
+    maps: list[Any] = [users, names.get(parts[-1], {}), names.get(parts[0], {}), anywhere]
+    return ChainMap(*maps)  # a name of the zoo is loaded when it is looked up
 
 
 def _option(path: str) -> str:

@@ -188,9 +188,9 @@ class ModelConfig:
     # how tokens know their place; a tuple: one a layer, repeated; your own: config -> what `bias` of ops.attention may be
     positions: Learned | Sinusoidal | Axial | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None = Learned()
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
-    # None: mixers.attention; one of models.mixers or mixers.variants; or your own; a tuple: one a layer, repeated
+    # None: mixers.attention; one of zoo; or your own; a tuple: one a layer, repeated
     mixer: Callable | tuple[Callable | None, ...] | None = None
-    stack: Callable | None = None  # None: stacks.scan.stack; stacks.reversible.Reversible; or your own
+    stack: Callable | None = None  # None: stacks.scan.stack; zoo.Reversible(); or your own
     # True, False, or which have one: a regular expression over query key value out up gate down norm patches
     use_bias: bool | str = True
     embedding: Embedding | Patches = Embedding()  # from tokens or images to the first hidden states

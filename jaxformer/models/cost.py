@@ -8,7 +8,6 @@ from jaxformer import models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Classification, EncoderDecoder, ModelConfig
 from jaxformer.models.heads import language_model
-from jaxformer.models.mixers.efficient import Linformer
 from jaxformer.models.mixture import Mixture
 
 GIB = 2**30
@@ -111,9 +110,9 @@ def products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float
         head = next((head for head in stack.heads if f"heads/{getattr(head, 'name', None)}/" in path), None)
         if isinstance(head, Classification):
             share = 1 / stack.context_length  # one position of all is classified
-        if isinstance(stack.mixer, Linformer) and "length" in leaf.contracts:  # a row of it for each feature of keys, values
-            uses = {"headwise": 1, "key_value": 2, "layerwise": 2 * stack.num_layers}[stack.mixer.sharing]
-            share = uses * stack.kv_heads * stack.head_size / stack.context_length
+        share_of_weight = getattr(stack.mixer, "share_of_weight", None)
+        if share_of_weight is not None and "length" in leaf.contracts:  # the mixer sums over the length with this weight
+            share = share_of_weight(stack)
         if leaf.contracts:
             found[path] = params.count(leaf), share
         elif path.endswith("embedding/tokens") and stack.tie_embeddings and language_model(stack):

@@ -1,15 +1,16 @@
-"""Published systems as configs. Parameter counts are checked against other people's implementations in the tests."""
+"""Published systems as configs; that of a paper in zoo/ is in its file.
+
+Parameter counts are checked against other people's implementations in the tests.
+"""
 
 # ruff: noqa: I001 (a list of names on few lines)
 from dataclasses import replace
 
-from jaxformer.masks import causal, chunked, full, window
+from jaxformer.masks import causal, full, window
 from jaxformer.models.config import (
-    Axial, Classification, Embedding, EncoderDecoder, LanguageModel, Learned, ModelConfig, Patches, Relative, Sinusoidal,
+    Classification, Embedding, EncoderDecoder, LanguageModel, Learned, ModelConfig, Patches, Relative, Sinusoidal,
 )  # fmt: skip
-from jaxformer.models.mixers import BigBird, Linformer, Longformer, Performer, Reformer
 from jaxformer.models.mixture import Mixture
-from jaxformer.models.stacks.reversible import Reversible
 from jaxformer.ops.positions import Rope
 
 
@@ -82,26 +83,6 @@ bert_large_encoder = replace(bert_large, heads=(POOLED,))
 roberta_base = replace(
     bert_base_encoder, vocab_size=50265, norm_eps=1e-5, positions=Learned(offset=2),
     embedding=Embedding(norm=True, token_types=1),
-)  # fmt: skip
-# Beltagy et al. 2020, arXiv:2004.05150
-longformer_base = replace(roberta_base, context_length=4096, mixer=Longformer(512, global_tokens=1))
-longformer_base_mlm = replace(longformer_base, heads=(MASKED_LM,))
-longformer_large = sized(longformer_base, 24, 1024, 16)
-# Zaheer et al. 2020, arXiv:2007.14062, internal transformer construction
-bigbird_base = replace(bert_base_encoder, vocab_size=50358, context_length=4096, feedforward="gelu_tanh", mixer=BigBird(64, 3))
-bigbird_base_pretraining = replace(bigbird_base, heads=(LanguageModel("gelu_tanh", bias=True), NEXT_SENTENCE))
-bigbird_large = sized(bigbird_base, 24, 1024, 16)
-# Wang et al. 2020, arXiv:2006.04768, section 5: RoBERTa's base with 512 keys seen as 256, E and F shared by heads
-linformer_base = replace(roberta_base, mixer=Linformer(256), attention_dropout_rate=0.0)
-# Choromanski et al. 2021, arXiv:2009.14794: BERT's base with 256 random features
-performer_base = replace(bert_base_encoder, mixer=Performer(256), attention_dropout_rate=0.0)
-
-# Kitaev et al. 2020, arXiv:2001.04451, as Hugging Face has it: local, local, hashing, local
-_local, _lsh = causal() & chunked(128, 1), Reformer(chunk=256, rounds=4, buckets=512, duplicates=True)
-reformer_enwik8 = ModelConfig(
-    258, 12, 1024, 8, context_length=65536, d_ff=4096, feedforward="relu", norm_eps=1e-12,
-    positions=Axial((128, 512), (256, 768)), masks=(_local, _local, causal(), _local), mixer=(None, None, _lsh, None),
-    stack=Reversible(streams=2), use_bias="up|down|norm", heads=(LanguageModel(bias=True),), tie_embeddings=False,
 )  # fmt: skip
 
 

@@ -3,18 +3,18 @@
 What an experiment file offers belongs to every field: `{**NAMES, "": source.names}`.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from jaxformer import masks, models, objectives
+from jaxformer.config.offered import Offered
 from jaxformer.data import augment, corpus, images, labelled, mixing, pairs, sources, tasks
 from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.evaluation import generation, perplexity, text_metrics
-from jaxformer.models import adaptation, mixers, vision
-from jaxformer.models.mixers import variants
-from jaxformer.models.stacks import reversible
+from jaxformer.models import adaptation, vision
 from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import initial
@@ -32,15 +32,13 @@ _OF_MODELS = {
     models: "ModelConfig EncoderDecoder Embedding Patches Learned Sinusoidal Axial Alibi Relative LanguageModel "
     "Classification TokenClassification Mixture MuP",
     positions: "Rope NTK Llama3 YaRN LongRoPE",
-    mixers: "Efficient Performer Linformer Reformer Longformer BigBird LocalChunks",
-    variants: "qk_norm qk_norm_full gated differential sigmoid value_residual temperature inverse_depth_scale",
-    reversible: "Reversible",
     vision: "Reconstruction",
 }
-MODEL = models.PRESETS | {name: value for module, names in _OF_MODELS.items() for name, value in _of(module, names).items()}
+_TRUNK = models.PRESETS | {name: value for module, names in _OF_MODELS.items() for name, value in _of(module, names).items()}
+MODEL: Mapping[str, Any] = ChainMap(_TRUNK, Offered("jaxformer.zoo"))  # type: ignore[arg-type]
 ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
 NAMES: dict[str, Mapping[str, Any]] = {
-    "model": MODEL, "mixer": {"Linear": mixers.Linear},
+    "model": MODEL, "mixer": Offered("jaxformer.zoo", {"Linear": "linear_attention"}),
     "positions": {"Linear": positions.Linear}, "scaling": {"Linear": positions.Linear},
     "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall") | _of(pairs, "Pairs Packed Buckets")
     | _of(corpus, "Corpus") | _of(mixing, "Mixed") | _of(images, "Digits Images") | _of(labelled, "Labelled"),

@@ -16,9 +16,14 @@ from jaxformer.training import Experiment, FromRun, TokenCrossEntropy
 from jaxformer.training.corruption import MaskedTokens
 from jaxformer.training.initial import FromRun as Start
 from jaxformer.training.objectives import TokenCrossEntropy as Loss, model_inputs
-from jaxformer import analysis
+from jaxformer import analysis, ops
+from jaxformer.models import mixers
+from jaxformer.models.mixers import variants
+from jaxformer.models.mixers.variants import gated
 
 assert Start is FromRun and Loss is TokenCrossEntropy and analysis.__name__ == "jaxformer.tools.analysis"
+assert ops.attention and ops.linear_attention.__module__ == "jaxformer.zoo.linear_attention"
+assert mixers.Performer.__module__ == "jaxformer.zoo.performer" and variants.gated is gated
 model = ModelConfig(256, 1, 8, 1, context_length=8)
 experiment = Experiment(name="old", model=model, data=Text("text.txt"), objective=MaskedTokens(255))
 """
@@ -30,7 +35,8 @@ def test_what_moved_is_there(old):
     found = getattr(moved.import_from(module, (name,)), name)
     assert found is not None
     if old in moved.NAMES and isinstance(found, types.FunctionType):
-        assert moved.first_module(found.__module__, found.__name__) == module
+        now = found.__module__, found.__name__
+        assert moved._now(*moved.first_name(*now)) == now
 
 
 def test_an_older_experiment_file_imports_what_moved(tmp_path, caplog):

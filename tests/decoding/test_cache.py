@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import decoding, masks, models
+from jaxformer import decoding, masks, models, zoo
 from jaxformer.masks import Mask, causal
-from jaxformer.models import Alibi, Axial, EncoderDecoder, Learned, ModelConfig, Relative, Sinusoidal, mixers, presets
-from jaxformer.models.mixers import variants
+from jaxformer.models import Alibi, Axial, EncoderDecoder, Learned, ModelConfig, Relative, Sinusoidal, presets
 from jaxformer.ops.attention.cached import QUERY_BLOCK, widths
 from jaxformer.ops.einsum import StoredWeight
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
@@ -46,12 +45,13 @@ MASKS = {
     "yours": causal() & Mask(lambda mask, q, kv: ((q + kv) % 3 != 1) | (q == kv)),
 }  # fmt: skip
 MIXERS = {
-    "qk_norm": variants.qk_norm, "qk_norm_full": variants.qk_norm_full, "gated": variants.gated,
-    "differential": variants.differential, "sigmoid": variants.sigmoid, "value_residual": variants.value_residual,
-    "temperature": partial(variants.temperature, floor_scale=2, attn_scale=0.5),
-    "inverse_depth_scale": variants.inverse_depth_scale,
-    "linear": mixers.Linear(), "performer": mixers.Performer(features=8), "relu": mixers.Performer(8, kernel="relu"),
-    "in turn": (None, mixers.Linear(), variants.gated, mixers.Performer(features=8)),
+    "qk_norm": zoo.qk_norm.qk_norm, "qk_norm_full": zoo.qk_norm.qk_norm_full, "gated": zoo.gated.gated,
+    "differential": zoo.differential.differential, "sigmoid": zoo.sigmoid.sigmoid,
+    "value_residual": zoo.value_residual.value_residual,
+    "temperature": partial(zoo.temperature.temperature, floor_scale=2, attn_scale=0.5),
+    "inverse_depth_scale": zoo.temperature.inverse_depth_scale,
+    "linear": zoo.Linear(), "performer": zoo.Performer(features=8), "relu": zoo.Performer(8, kernel="relu"),
+    "in turn": (None, zoo.Linear(), zoo.gated.gated, zoo.Performer(features=8)),
 }  # fmt: skip
 LINEAR = ("linear", "performer", "relu", "in turn")  # have sums, so no windows to roll
 CONFIGS = {name: replace(MODEL, masks=(mask,)) for name, mask in MASKS.items()}
@@ -89,7 +89,7 @@ def small(preset):
 
 DECODERS = "gpt2_small", "gpt3_125m", "llama_7b", "llama3_8b", "mistral_7b", "mixtral_8x7b", "qwen2_7b", "qwen2_05b"
 PAIRS = "transformer_base", "t5_small", "t5_v1_1_small"
-FAMILIES = {name: small(presets.PRESETS[name]) for name in (*DECODERS, *PAIRS)}
+FAMILIES = {name: small(zoo.PRESETS[name]) for name in (*DECODERS, *PAIRS)}
 
 # How many tokens each row gets in each call. Calls have few different widths: each is compiled
 SCHEDULES = {

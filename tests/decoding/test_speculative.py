@@ -15,8 +15,9 @@ from jaxformer.decoding.generate import Settings
 from jaxformer.decoding.speculative import Proposal, accept
 from jaxformer.errors import ConfigError
 from jaxformer.models import Alibi, EncoderDecoder, LanguageModel, ModelConfig, Relative
-from jaxformer.models.mixers import Linear, Performer
 from jaxformer.ops.positions import NTK, Rope
+from jaxformer.zoo.linear_attention import Linear
+from jaxformer.zoo.performer import Performer
 
 V = 11
 GPT = ModelConfig(vocab_size=V, num_layers=1, d_model=16, num_heads=4, context_length=40, init_std=0.6)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jaxformer import masks, models
+from jaxformer import masks, models, zoo
 from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
 from jaxformer.masks import causal, full, window
@@ -36,7 +36,6 @@ from jaxformer.models import (
     ModelConfig,
     Relative,
     Sinusoidal,
-    mixers,
 )
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.positions import Rope
@@ -145,11 +144,11 @@ def other_positions(positions) -> Iterator[tuple[str, Any]]:
 
 def other_mixers(mixer) -> Iterator[tuple[str, Any]]:
     match mixer:
-        case mixers.Longformer():
+        case zoo.Longformer():
             for step in (-2, 2):
                 yield f"window {step:+d}", replace(mixer, window=mixer.window + step)
             yield "full attention", None
-        case mixers.BigBird():
+        case zoo.BigBird():
             yield "other random blocks", replace(mixer, layout="random")
             yield "a random block fewer", replace(mixer, random=mixer.random - 1)
             yield "full attention", None

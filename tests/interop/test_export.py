@@ -16,10 +16,10 @@ import safetensors.flax
 
 pytest.importorskip("flatbuffers")  # what jax.export writes with
 
-from jaxformer import masks, models, params
+from jaxformer import masks, models, params, zoo
 from jaxformer.errors import ConfigError
 from jaxformer.interop import export
-from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches, mixers
+from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches
 from jaxformer.ops.positions import Rope
 
 GPT = ModelConfig(vocab_size=13, num_layers=2, d_model=8, num_heads=2, context_length=12, d_ff=12, init_std=0.3)
@@ -123,7 +123,7 @@ def test_every_kind_of_model(tmp_path, case):
                  {"inputs": ("segment_ids",), "length": 6}),
         "headless": (replace(GPT, heads=()), (tokens(3, 4),), {}),
         "long": (replace(GPT, context_length=600), (tokens(2, 600),), {"length": 600, "batch": 2}),
-        "performer": (replace(GPT, mixer=mixers.Performer(features=8)), (tokens(2, 8),), {"length": 8}),
+        "performer": (replace(GPT, mixer=zoo.Performer(features=8)), (tokens(2, 8),), {"length": 8}),
     }[case]  # fmt: skip
     weights = drawn(config)
     export.save(tmp_path / "model", config, weights, **options)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer import models
+from jaxformer import models, zoo
 from jaxformer.decoding import Sampling, generate
 from jaxformer.errors import ConfigError
 from jaxformer.interop import huggingface
@@ -21,9 +21,9 @@ from jaxformer.interop.huggingface import Checkpoint, Tokens, folder as hf_folde
 from jaxformer.interop.huggingface.decoders import left_window
 from jaxformer.masks import Mask, causal, chunked, full, window
 from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification
-from jaxformer.models.mixers import LocalChunks, variants
 from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN
 from jaxformer.params import paths
+from jaxformer.zoo.local_chunks import LocalChunks
 from tests import golden
 from tests.interop import golden_runs as runs
 
@@ -187,7 +187,7 @@ def test_presets_are_written_where_transformers_has_their_model():
         except ConfigError:
             return True
 
-    refused = {name.split("_")[0] for name, preset in models.PRESETS.items() if is_refused(preset)}
+    refused = {name.split("_")[0] for name, preset in zoo.PRESETS.items() if is_refused(preset)}
     assert refused == {"gpt3", "transformer", "linformer", "performer", "reformer"}
 
 
@@ -572,7 +572,7 @@ YARN = golden.config("llama_yarn")["rope_parameters"]
 LONG = dict(rope_type="longrope", rope_theta=20.0, short_factor=[1.0, 1.5, 2.0, 3.0], long_factor=[2.0, 3.0, 4.0, 5.0])
 COMPUTED = [  # settings that leave the tensors as they are, and what becomes of the config
     ("gpt2", dict(scale_attn_weights=False), dict(attention_scale=1.0)),
-    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), dict(mixer=variants.inverse_depth_scale)),
+    ("gpt2", dict(scale_attn_by_inverse_layer_idx=True), dict(mixer=zoo.temperature.inverse_depth_scale)),
     ("gpt2", dict(reorder_and_upcast_attn=True), {}),
     ("gpt2", dict(activation_function="quick_gelu"), dict(feedforward="quick_gelu")),
     ("llama_mha", dict(hidden_act="mish"), dict(feedforward="mish_glu")),

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxformer import masks, models, params
-from jaxformer.models import PRESETS, Classification, LanguageModel, Mixture, ModelConfig, Patches, cost, presets
+from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, Patches, cost, presets
 from jaxformer.models.config import TokenClassification
-from jaxformer.models.mixers.efficient import Linformer
 from jaxformer.models.vision import Reconstruction
 from jaxformer.tools.planning import flops
+from jaxformer.zoo import PRESETS
+from jaxformer.zoo.linformer import Linformer
 
 
 def forward(config, length):

@@ -14,9 +14,13 @@ from jaxformer.models import Axial, EncoderDecoder, Mixture, ModelConfig
 from jaxformer.models.block import block, feed
 from jaxformer.models.embedding import embed, norm
 from jaxformer.models.layer import Context, Mixer, MixerOutput, Source, linear, linear_spec
-from jaxformer.models.mixers import Linear, Linformer, Performer, Reformer, attention
-from jaxformer.models.stacks.reversible import Reversible
+from jaxformer.models.mixers import attention
 from jaxformer.ops.positions import Rope
+from jaxformer.zoo.linear_attention import Linear
+from jaxformer.zoo.linformer import Linformer
+from jaxformer.zoo.performer import Performer
+from jaxformer.zoo.reformer import Reformer
+from jaxformer.zoo.reversible import Reversible
 
 V, T, L = 17, 8, 4
 HASH = Reformer(chunk=4, rounds=2, buckets=4)

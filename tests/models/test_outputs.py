@@ -16,9 +16,9 @@ from jaxformer.models.block import block
 from jaxformer.models.embedding import embed, norm
 from jaxformer.models.intermediates import tap
 from jaxformer.models.layer import Context, Source
-from jaxformer.models.mixers import Linear
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import Rope
+from jaxformer.zoo.linear_attention import Linear
 
 V, T, S, B = 17, 6, 8, 2
 SIZES = dict(vocab_size=V, num_layers=4, d_model=12, num_heads=2, context_length=8, d_ff=16)

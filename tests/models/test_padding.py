@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import decoding, masks, models
+from jaxformer import decoding, masks, models, zoo
 from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, causal
-from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal, mixers
-from jaxformer.models.mixers import variants
+from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import NTK, Bias, Linear, Llama3, Rope, YaRN
 
 V, T = 11, 5  # the vocabulary, the length of a sequence
@@ -55,9 +54,10 @@ POSITIONS = {
 }  # fmt: skip
 BIASES = "alibi", "relative", "steps", "places", "rule", "distances"
 MIXERS = {
-    "attention": None, "qk_norm": variants.qk_norm, "qk_norm_full": variants.qk_norm_full, "gated": variants.gated,
-    "differential": variants.differential, "sigmoid": variants.sigmoid, "value_residual": variants.value_residual,
-    "temperature": partial(variants.temperature, floor_scale=2, attn_scale=0.5),
+    "attention": None, "qk_norm": zoo.qk_norm.qk_norm, "qk_norm_full": zoo.qk_norm.qk_norm_full, "gated": zoo.gated.gated,
+    "differential": zoo.differential.differential, "sigmoid": zoo.sigmoid.sigmoid,
+    "value_residual": zoo.value_residual.value_residual,
+    "temperature": partial(zoo.temperature.temperature, floor_scale=2, attn_scale=0.5),
 }  # fmt: skip
 MASKS = {
     "window": causal() & masks.window(2), "chunked": causal() & masks.chunked(2, 1), "prefix": causal() | masks.prefix(2),
@@ -159,7 +159,7 @@ def test_the_callers_positions_are_the_tokens(name):
 
 
 TURNS = {
-    "learned": dict(positions=Learned()), "rope": dict(positions=Rope()), "linear": dict(mixer=mixers.Linear()),
+    "learned": dict(positions=Learned()), "rope": dict(positions=Rope()), "linear": dict(mixer=zoo.Linear()),
     **{name: dict(positions=POSITIONS[name]) for name in ("alibi", "relative", "places")},
     **{name: dict(masks=(MASKS[name],)) for name in ("window", "chunked")},
 }  # fmt: skip

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxformer import cli, config, models, params
-from jaxformer.models import PRESETS
+from jaxformer.zoo import PRESETS
 from tests.witnesses import load
 
 COUNTS = {name: int(count) for name, count in load("parameter_counts").items()}

@@ -1,6 +1,8 @@
 """What does not fit a model is refused before anything is computed, in one line that names it."""
 
+import importlib
 import math
+import pkgutil
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -12,7 +14,7 @@ import jaxtyping
 import pytest
 from flax.traverse_util import unflatten_dict
 
-from jaxformer import decoding, masks, models, ops, params
+from jaxformer import decoding, masks, models, ops, params, zoo
 from jaxformer.config.override import meanings
 from jaxformer.data.augment import Crop, Move
 from jaxformer.errors import ConfigError
@@ -27,12 +29,11 @@ from jaxformer.models import (
     Patches,
     Relative,
     adaptation,
-    mixers,
     vision,
 )
-from jaxformer.models.mixers import attention, efficient, variants
+from jaxformer.models.mixers import attention
 from jaxformer.models.mup import MuP
-from jaxformer.models.stacks import pipeline, reversible
+from jaxformer.models.stacks import pipeline
 from jaxformer.training import MaskedTokens, SpanCorruption, TokenCrossEntropy
 
 MODEL = ModelConfig(vocab_size=7, num_layers=2, d_model=8, num_heads=2, context_length=6)
@@ -45,7 +46,7 @@ CONFIGS = {
     ),
     "t5": replace(MODEL, positions=Relative(4, 6, False), feedforward="swiglu", use_bias=False, norm="rms_norm"),
     "experts": replace(MODEL, feedforward=Mixture(3, 2)),
-    "turns": replace(MODEL, mixer=(None, variants.qk_norm, mixers.Linear()), num_layers=3),
+    "turns": replace(MODEL, mixer=(None, zoo.qk_norm.qk_norm, zoo.Linear()), num_layers=3),
     "images": ModelConfig(
         0, 1, 8, 2, 5, embedding=Patches((4, 4), (2, 2)), heads=(Classification(2),), tie_embeddings=False,
         masks=(masks.full(),),
@@ -128,7 +129,7 @@ def test_a_config_that_cannot_be_hashed_is_checked_too():
 
 
 def test_a_memo_needs_layers_that_hand_it_on():
-    config = replace(MODEL, mixer=(variants.value_residual, variants.qk_norm))
+    config = replace(MODEL, mixer=(zoo.value_residual.value_residual, zoo.qk_norm.qk_norm))
     with pytest.raises(ConfigError, match="hands a memo to the next layer"):
         traced(config, params.abstract(models.spec(config)))
 
@@ -207,13 +208,17 @@ def test_choices_that_there_are_not(change, message):
     assert "\n" not in str(caught.value)
 
 
+ZOO = [importlib.import_module(found.name) for found in pkgutil.iter_modules(zoo.__path__, "jaxformer.zoo.")]
+
+
 def dataclasses_of(*modules):
-    return {value for module in modules for value in vars(module).values() if is_dataclass(value)}
+    values = [value for module in modules for value in vars(module).values()]
+    return {value for value in values if is_dataclass(value) and isinstance(value, type)}
 
 
 WORDS = [
     (cls, field.name)
-    for cls in sorted(dataclasses_of(models, models.config, mixers, efficient, vision, ops, ops.positions), key=str)
+    for cls in sorted(dataclasses_of(models, models.config, *ZOO, vision, ops, ops.positions), key=str)
     for field in fields(cls)
     if get_origin(field.type) is Literal
 ]
@@ -231,7 +236,7 @@ def test_every_field_that_takes_one_of_some_words_refuses_another(cls, field):
 
 
 def test_words_were_found():
-    assert {(mixers.Performer, "kernel"), (mixers.Linformer, "sharing"), (ModelConfig, "remat")} < set(WORDS)
+    assert {(zoo.Performer, "kernel"), (zoo.Linformer, "sharing"), (ModelConfig, "remat")} < set(WORDS)
 
 
 @pytest.mark.parametrize("fields", [dict(feedforward="Swiglu"), dict(attention_implementation="flash")])
@@ -248,10 +253,11 @@ def test_a_source_belongs_to_an_encoder_decoder():
 
 def test_every_field_says_what_it_means():
     """`--help` shows it."""
-    found = [value for module in (models, mixers, vision) for value in vars(module).values() if is_dataclass(value)]
-    classes = [cls for cls in found if "models" in cls.__module__ and cls not in (models.Inputs, models.Output)]
-    classes += [adaptation.Lora, pipeline.Pipeline, reversible.Reversible]
-    assert {ModelConfig, Mixture, Patches, mixers.Performer, vision.Reconstruction} <= set(classes)
+    found = dataclasses_of(models, vision) | {cls for cls in dataclasses_of(*ZOO) if cls.__module__.startswith("jaxformer.zoo")}
+    called = (models.Inputs, models.Output, zoo.linear_attention.State)
+    classes = [cls for cls in found if {"models", "zoo"} & set(cls.__module__.split(".")) and cls not in called]
+    classes += [adaptation.Lora, pipeline.Pipeline, zoo.Reversible]
+    assert {ModelConfig, Mixture, Patches, zoo.Performer, vision.Reconstruction} <= set(classes)
     silent = [f"{cls.__name__}.{field.name}" for cls in classes for field in fields(cls) if not meanings(cls).get(field.name)]
     assert not silent, silent
 
@@ -282,14 +288,14 @@ NUMBERS = {  # a config, and the least value of its numbers; -inf: any finite on
     Patches(): dict(channels=1),
     MuP(64): dict(base_width=1, init_std=0, base_head_width=1),
     Mixture(): dict(experts=1, top_k=1, d_ff=1, shared=0, groups=1, capacity=0, balance_loss=0, router_z_loss=0),
-    mixers.Longformer(): dict(window=0, global_tokens=0, max_globals=0),
-    mixers.BigBird(): dict(block=1, random=0, seed=0, dense_length=0),
-    mixers.Linear(): dict(eps=0, chunk=1),
-    mixers.Efficient(): dict(chunk=1),
-    mixers.Performer(): dict(features=1, seed=0, chunk=1),
-    mixers.Linformer(): dict(rank=1),
-    mixers.Reformer(): dict(chunk=1, rounds=1, buckets=2, chunks_before=0, chunks_after=0, seed=0, multiple=1),
-    mixers.LocalChunks(): dict(chunk=1, before=0, after=0, multiple=1),
+    zoo.Longformer(): dict(window=0, global_tokens=0, max_globals=0),
+    zoo.BigBird(): dict(block=1, random=0, seed=0, dense_length=0),
+    zoo.Linear(): dict(eps=0, chunk=1),
+    zoo.Efficient(): dict(chunk=1),
+    zoo.Performer(): dict(features=1, seed=0, chunk=1),
+    zoo.Linformer(): dict(rank=1),
+    zoo.Reformer(): dict(chunk=1, rounds=1, buckets=2, chunks_before=0, chunks_after=0, seed=0, multiple=1),
+    zoo.LocalChunks(): dict(chunk=1, before=0, after=0, multiple=1),
     TokenCrossEntropy(): dict(z_loss=0),
     MaskedTokens(5): dict(mask_token=0, vocab_size=1),
     SpanCorruption(9, 1): dict(sentinel=0, end=0, start=0, mean_span=1),
@@ -318,9 +324,9 @@ def test_a_number_is_finite_whole_where_it_counts_and_not_too_small(config, as_u
 
 def test_numbers_that_do_not_fit_each_other_are_refused(as_users_call):
     for make, said in (
-        (partial(mixers.Reformer, chunk=4, multiple=6), "multiple of chunk=4"),
-        (partial(mixers.Reformer, buckets=(4, 3)), "even numbers"),
-        (partial(reversible.Reversible, streams=3), "streams=3"),
+        (partial(zoo.Reformer, chunk=4, multiple=6), "multiple of chunk=4"),
+        (partial(zoo.Reformer, buckets=(4, 3)), "even numbers"),
+        (partial(zoo.Reversible, streams=3), "streams=3"),
         (partial(Patches, image=(32,)), "image=.*two numbers"),
         (partial(Patches, patch=(0, 4)), "patch=0"),
     ):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from jaxformer import models
+from jaxformer import models, zoo
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxModel
 from jaxformer.masks import causal, full
-from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig, Patches, TokenClassification, mixers
+from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig, Patches, TokenClassification
 from jaxformer.ops import cross_entropy
 from jaxformer.training import AdamW, ClassCrossEntropy, Constant, Experiment, TokenCrossEntropy
 from jaxformer.training.recipe import build
@@ -56,7 +56,7 @@ def losses(model, batch=BATCH, **changes):
     "model",
     [
         replace(CONFIG, dropout_rate=0.3),
-        replace(CONFIG, mixer=mixers.Reformer(chunk=2, rounds=1, buckets=4, chunks_before=0)),
+        replace(CONFIG, mixer=zoo.Reformer(chunk=2, rounds=1, buckets=4, chunks_before=0)),
     ],
     ids=["dropout", "drawn rotations"],
 )

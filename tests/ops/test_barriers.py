@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 
-from jaxformer import masks, ops
+from jaxformer import masks, ops, zoo
 
 HEADS = jax.ShapeDtypeStruct((2, 256, 4, 32), jnp.bfloat16)
 TOKENS, MATRIX = jax.ShapeDtypeStruct((2, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((32, 128), jnp.float32)
@@ -16,8 +16,8 @@ FUNCTIONS = {
     "reference": (partial(ops.attention, mask=masks.causal(), implementation="reference"), (HEADS,) * 3),
     "rows": (partial(ops.attention, mask=masks.causal(), implementation="rows"), (HEADS,) * 3),
     "blockwise": (partial(ops.attention, mask=masks.causal(), implementation="blockwise"), (HEADS,) * 3),
-    "linear": (partial(ops.linear_attention, mask=masks.causal()), (HEADS,) * 3),
-    "linformer": (ops.linformer_attention, (HEADS,) * 3 + (jax.ShapeDtypeStruct((256, 16), jnp.float32),)),
+    "linear": (partial(zoo.linear_attention.attention, mask=masks.causal()), (HEADS,) * 3),
+    "linformer": (zoo.linformer.attention, (HEADS,) * 3 + (jax.ShapeDtypeStruct((256, 16), jnp.float32),)),
     "product": (partial(ops.einsum, "btd,df->btf"), (TOKENS, MATRIX)),
     "loss": (lambda hidden, head, labels: ops.projected_cross_entropy(hidden, head, labels).loss, (TOKENS, TABLE, LABELS)),
 }

@@ -14,9 +14,9 @@ from jaxformer.decoding import Lookup, Sampling, generate, speculate
 from jaxformer.errors import ConfigError
 from jaxformer.masks import causal
 from jaxformer.models import ModelConfig
-from jaxformer.models.mixers.efficient import Linear
 from jaxformer.ops.einsum import to_int8
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
+from jaxformer.zoo.linear_attention import Linear
 
 V = 19
 TINY = ModelConfig(

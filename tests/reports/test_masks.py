@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import masks, models, ops
+from jaxformer import masks, models, ops, zoo
 
 
 def normal(seed, *shape):
@@ -108,7 +108,7 @@ def test_queries_before_all_keys_give_zeros():
 def test_a_window_counts_the_query_itself_once(left, right):
     seen = np.asarray(masks.window(left, right).dense(12, 12)[0, 0]).sum(axis=1)
     assert seen.max() == left + right + 1
-    mistral = models.PRESETS["mistral_7b"].masks[0]  # sliding_window: 4096 in its config.json
+    mistral = zoo.PRESETS["mistral_7b"].masks[0]  # sliding_window: 4096 in its config.json
     assert masks.reach(mistral) == 4095
 
 
@@ -189,9 +189,7 @@ def test_packed_documents_are_those_alone():
 def test_padding_in_a_batch_of_one_row(name):
     import jax
 
-    from jaxformer.models import mixers
-
-    config = tiny(mixer=None if name == "softmax" else mixers.Linear())
+    config = tiny(mixer=None if name == "softmax" else zoo.Linear())
     params = models.init(config, jax.random.key(1))
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 11, (1, 7)))
     padded, real = jnp.pad(tokens, ((0, 0), (4, 0))), jnp.array([[0] * 4 + [1] * 7])

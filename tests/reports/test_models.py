@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import models, ops, params
+from jaxformer import models, ops, params, zoo
 from jaxformer.data.labelled import Labelled
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import Generated
@@ -80,8 +80,8 @@ def test_the_two_gelus_have_their_own_names():
     tanh = 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x.astype(float) + 0.044715 * x.astype(float) ** 3)))
     np.testing.assert_allclose(ops.feedforward.gelu(jnp.asarray(x)), exact, atol=1e-6)
     np.testing.assert_allclose(ops.feedforward.gelu_tanh(jnp.asarray(x)), tanh, atol=1e-6)
-    assert models.PRESETS["bert_base"].feedforward == "gelu"
-    assert models.PRESETS["gpt2_small"].feedforward == "gelu_tanh"
+    assert zoo.PRESETS["bert_base"].feedforward == "gelu"
+    assert zoo.PRESETS["gpt2_small"].feedforward == "gelu_tanh"
 
 
 @pytest.mark.thorough

@@ -9,13 +9,12 @@ import optax
 import pytest
 from etils import epath
 
-from jaxformer import config, models, params
+from jaxformer import config, models, params, zoo
 from jaxformer.data.tasks import Copy
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
 from jaxformer.models import Classification, Mixture, ModelConfig, Patches, TokenClassification
 from jaxformer.models.adaptation import Lora
-from jaxformer.models.mixers import variants
 from jaxformer.models.mup import MuP
 from jaxformer.params import Spec
 from jaxformer.runs.run_folder import RunFolder, as_it_began, differences
@@ -46,8 +45,8 @@ def one_update(optimizer, spec, gradient, value=1.0, frozen=None):
     hit="T5's relative biases, class tokens, position tables and mixing weights decayed",
 )  # fmt: skip
 def test_only_matrices_and_tokens_decay():
-    cases = [models.PRESETS[name] for name in ("gpt2_small", "bert_base", "t5_small", "vit_base")]
-    cases += [TINY, *(ModelConfig(**{**vars(TINY), "mixer": mixer}) for mixer in (variants.differential,))]
+    cases = [zoo.PRESETS[name] for name in ("gpt2_small", "bert_base", "t5_small", "vit_base")]
+    cases += [TINY, *(ModelConfig(**{**vars(TINY), "mixer": mixer}) for mixer in (zoo.differential.differential,))]
     for model in cases:
         spec = models.spec(model)
         decayed = params.paths(optimizers.decayed(AdamW(), spec))
@@ -119,7 +118,7 @@ def test_muon_takes_hidden_matrices_only():
         vocab_size=0, num_layers=1, d_model=D, num_heads=2, context_length=patches.length, embedding=patches,
         masks=(full(),), heads=(Classification(3), TokenClassification(2)),
     )  # fmt: skip
-    for model in (image, TINY, models.PRESETS["bert_base"]):
+    for model in (image, TINY, zoo.PRESETS["bert_base"]):
         for path, route in optimizers.routes(Muon(), models.spec(model)).items():
             hidden = path.endswith("kernel") and ("layers/" in path or "pooler" in path or "transform" in path)
             assert route.startswith("Muon" if hidden else "AdamW"), (path, route)

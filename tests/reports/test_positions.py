@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import models, ops, params
+from jaxformer import models, ops, params, zoo
 from jaxformer.data import sources
 from jaxformer.errors import ConfigError
 from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, learned, rope, sinusoidal, t5_bucket
@@ -151,7 +151,7 @@ def test_buckets_of_distances(bidirectional):
     right="T5's attention to the source has no bias of distance; its tables are those of the two self-attentions",
 )
 def test_attention_to_the_source_has_no_relative_table():
-    tables = [path for path in params.paths(models.spec(models.PRESETS["t5_small"])) if "relative" in path]
+    tables = [path for path in params.paths(models.spec(zoo.PRESETS["t5_small"])) if "relative" in path]
     assert len(tables) == 2
     assert not any("cross" in path for path in tables)
 

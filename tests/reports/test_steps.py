@@ -18,7 +18,6 @@ from jaxformer.decoding.sampling import Sampling
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import answers
 from jaxformer.models import ModelConfig
-from jaxformer.models.mixers import efficient
 from jaxformer.ops.losses import LossSums
 from jaxformer.ops.mixture import mixture
 from jaxformer.params import Spec
@@ -38,6 +37,7 @@ from jaxformer.training.step import (
     make_train_step,
     rescale,
 )
+from jaxformer.zoo import frame
 
 MODEL = ModelConfig(vocab_size=11, num_layers=1, d_model=8, num_heads=2, context_length=6)
 BASE = Experiment(
@@ -162,7 +162,7 @@ def test_seeds_have_64_bits(seed, capsys):
     with pytest.raises(ConfigError, match="seed"):
         answers(MODEL, {}, [Question([0], "")], SimpleNamespace(decode=str), 1, Sampling(), seed=seed)
     with pytest.raises(ConfigError, match="seed"):
-        efficient._by_layer(seed, 1, lambda key: jnp.zeros(1))
+        frame.by_layer(seed, 1, lambda key: jnp.zeros(1))
     assert cli.main(["train", "reverse", f"--seed={seed}", "--steps=2"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jaxformer import models, params
+from jaxformer import models, params, zoo
 from jaxformer.data.tasks import Reverse
 from jaxformer.decoding import round_to_int8
 from jaxformer.errors import ConfigError
@@ -149,10 +149,10 @@ def test_the_work_of_a_step_is_that_of_all_its_positions():
     """Of a classified image one position has a label; of a masked text few have weight: all of them are multiplied."""
     found = loop.seconds_at_peak(TINY, 2, "TPU v4", 8, None)
     assert found == cost.training_flops(TINY.model, 8) * 4 * 8 / (2 * cost.CHIPS["TPU v4"].peak)
-    images = replace(TINY, model=models.PRESETS["vit_base"], batch_size=8)
+    images = replace(TINY, model=zoo.PRESETS["vit_base"], batch_size=8)
     found = loop.seconds_at_peak(images, 1, "TPU v4", *row_lengths(images, {"images": None})) * cost.CHIPS["TPU v4"].peak
     assert found == pytest.approx(8 * 6 * 17.58e9, rel=0.01)  # multiply-adds of an image
-    pair = replace(TINY, model=models.PRESETS["t5_small"])
+    pair = replace(TINY, model=zoo.PRESETS["t5_small"])
     assert row_lengths(pair, {"my_source": None, "my_target": None}) == (512, 512)  # a user's data may have other names
 
 

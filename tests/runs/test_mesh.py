@@ -12,12 +12,12 @@ from jaxformer import config
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
-from jaxformer.models.stacks.reversible import Reversible
 from jaxformer.parallel import Mesh
 from jaxformer.runs import loop
 from jaxformer.runs.run import Run
 from jaxformer.runs.run_folder import RunFolder, run_folder
 from jaxformer.training import Checkpoints, Experiment
+from jaxformer.zoo.reversible import Reversible
 
 TINY = Experiment(
     name="tiny",

@@ -14,7 +14,6 @@ import pytest
 from jaxformer.data.sources import Dataset
 from jaxformer.masks import causal, full, prefix
 from jaxformer.models import Classification, EncoderDecoder, LanguageModel, ModelConfig, TokenClassification
-from jaxformer.models.mixers import Performer, Reformer
 from jaxformer.runs import loop
 from jaxformer.training import (
     Checkpoints,
@@ -26,6 +25,8 @@ from jaxformer.training import (
     SpanCorruption,
     SpanCrossEntropy,
 )
+from jaxformer.zoo.performer import Performer
+from jaxformer.zoo.reformer import Reformer
 
 STACK = ModelConfig(40, 1, 8, 2, context_length=16, masks=(full(),), dropout_rate=0.1)
 PAIR = EncoderDecoder(replace(STACK, heads=(), context_length=20), replace(STACK, masks=(causal(),)))

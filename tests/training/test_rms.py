@@ -13,13 +13,13 @@ from jaxformer import models, params
 from jaxformer.data.tasks import Reverse
 from jaxformer.models import EncoderDecoder, Mixture, ModelConfig
 from jaxformer.models.mixers.attention import attention
-from jaxformer.models.mixers.variants import gated
 from jaxformer.runs import loop
 from jaxformer.training import rms
 from jaxformer.training.experiment import Experiment, Sample
 from jaxformer.training.recipe import build
 from jaxformer.training.schedules import Constant
 from jaxformer.training.step import init_state, make_train_step
+from jaxformer.zoo.gated import gated
 
 MODEL = ModelConfig(16, 3, 16, 2, context_length=16)
 ALL = ("activation", "gradient", "update")

@@ -5,15 +5,14 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from jaxformer import zoo
 from jaxformer.errors import ConfigError
 from jaxformer.interop.huggingface import tables
 from jaxformer.interop.huggingface.tables import ACTIVATION, COMMON, GATED, Family, Json, Key, Rule, get, only, rules
 from jaxformer.masks import Mask, causal, chunked, full, window
-from jaxformer.models import mixers
 from jaxformer.models.config import Axial, Classification, LanguageModel, Learned, ModelConfig
-from jaxformer.models.mixers import variants
 from jaxformer.models.mixture import Mixture
-from jaxformer.models.stacks.reversible import Reversible
+from jaxformer.zoo.reversible import Reversible
 
 KINDS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 GPT2 = COMMON | {
@@ -21,7 +20,7 @@ GPT2 = COMMON | {
     "d_ff": Key("n_inner", None), "dropout_rate": Key("resid_pdrop", 0.1), "attention_dropout_rate": Key("attn_pdrop", 0.1),
     "feedforward": Key("activation_function", "gelu_new", ACTIVATION), "norm_eps": Key("layer_norm_epsilon", 1e-5),
     "attention_scale": Key("scale_attn_weights", True, {True: None, False: 1.0}),
-    "mixer": Key("scale_attn_by_inverse_layer_idx", False, {False: None, True: variants.inverse_depth_scale}),
+    "mixer": Key("scale_attn_by_inverse_layer_idx", False, {False: None, True: zoo.temperature.inverse_depth_scale}),
 }  # fmt: skip
 REFORMER = {field: COMMON[field] for field in ("vocab_size", "d_model", "num_heads", "init_std")} | {
     "head_width": Key("attention_head_size", 64), "d_ff": Key("feed_forward_size"), "norm_eps": Key("layer_norm_eps", 1e-12),
@@ -103,7 +102,7 @@ LLAMAS = {
     "qwen2": Llama("Qwen2", kv_heads=32, window=4096, windows="layer types", bias="query|key|value"),
     "qwen3": Llama(
         "Qwen3", kv_heads=32, window=4096, windows="layer types", biases={"attention_bias": ALL_BIASES}, head_width=128,
-        mixer=variants.qk_norm,
+        mixer=zoo.qk_norm.qk_norm,
     ),
     "mixtral": Llama("Mixtral", kv_heads=8, windows="every layer", norm_eps=1e-5, theta=1e6, span_base="model."),
 }  # fmt: skip
@@ -199,7 +198,7 @@ def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     parts = {}  # of the kinds that the model has: the sizes of another kind may fit nothing
     if "lsh" in kinds:
         lsh |= {"seed": lsh["seed"] or 0, "multiple": None if multiple == lsh["chunk"] else multiple}
-        parts["lsh"] = (mask, mixers.Reformer(**lsh, buckets=buckets, duplicates=True))
+        parts["lsh"] = (mask, zoo.Reformer(**lsh, buckets=buckets, duplicates=True))
     if "local" in kinds:
         parts["local"] = _reformer_local(local, multiple, mask)
     pattern = tables.shortest_pattern(kinds)
@@ -222,7 +221,7 @@ def _reformer_local(local: dict, multiple: int, mask: Mask) -> tuple[Mask, Any]:
     """Mask and mixer of a local layer. Its chunks form a circle, which a mask describes only where nothing goes round."""
     if mask == causal() and local["before"] <= 1 and not local["after"]:
         return causal() & chunked(local["chunk"], local["before"]), None
-    return mask, mixers.LocalChunks(**local, multiple=multiple)
+    return mask, zoo.LocalChunks(**local, multiple=multiple)
 
 
 def _reformer_heads(c: Json) -> dict[str, tuple]:
@@ -242,11 +241,11 @@ def _read_reformer_heads(c: Json) -> tuple:
 
 def _write_reformer(config: ModelConfig) -> Json:
     layers, masks = tables.repeated(config.mixer, config), tables.repeated(config.masks, config)
-    lsh: Any = next((layer for layer in layers if isinstance(layer, mixers.Reformer)), mixers.Reformer())
-    local = next((layer for layer in layers if isinstance(layer, mixers.LocalChunks)), None)
+    lsh: Any = next((layer for layer in layers if isinstance(layer, zoo.Reformer)), zoo.Reformer())
+    local = next((layer for layer in layers if isinstance(layer, zoo.LocalChunks)), None)
     if local is None:  # the local layers have masks
         sizes = [part.args[:2] for mask in masks for part in mask.conjuncts() if len(part.args) == 3]
-        local = next((mixers.LocalChunks(*n) for n in sizes if causal() & chunked(*n) in masks), mixers.LocalChunks())
+        local = next((zoo.LocalChunks(*n) for n in sizes if causal() & chunked(*n) in masks), zoo.LocalChunks())
     decoder = causal() in masks[0].conjuncts()
     heads = _reformer_heads({})
     del heads["ForMaskedLM" if decoder else "ModelWithLMHead"]
@@ -256,7 +255,7 @@ def _write_reformer(config: ModelConfig) -> Json:
     c = tables.write_fields(config, REFORMER) | tables.write_fields(lsh, LSH) | tables.write_fields(local, LOCAL)
     return c | axial | tables.write_heads(config.heads, "Reformer", heads) | {
         "is_decoder": decoder, "num_hidden_layers": config.num_layers,
-        "attn_layers": ["lsh" if isinstance(layer, mixers.Reformer) else "local" for layer in layers],
+        "attn_layers": ["lsh" if isinstance(layer, zoo.Reformer) else "local" for layer in layers],
         "max_position_embeddings": config.context_length, "attention_head_size": config.head_size,
         "num_buckets": lsh.buckets, "hash_seed": lsh.seed or None,
         "pad_token_id": 0,  # their model pads the last chunk with it
@@ -267,7 +266,7 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
     e, layer = "reformer.embeddings.", "reformer.encoder.layers.{}."
     attention, feedforward = layer + "attention.self_attention.", layer + "feed_forward."
     layers = tables.repeated(config.mixer, config)
-    local = [i for i, mixer in enumerate(layers) if not isinstance(mixer, mixers.Reformer)]
+    local = [i for i, mixer in enumerate(layers) if not isinstance(mixer, zoo.Reformer)]
     hashing = tuple((i, i) for i in range(config.num_layers) if i not in local)
     result = [
         *rules("embedding/", e, {"tokens": "word_embeddings.weight", "positions": "position_embeddings.embedding.weight"}),

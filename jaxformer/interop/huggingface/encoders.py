@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
+from jaxformer import zoo
 from jaxformer.errors import ConfigError
 from jaxformer.interop.huggingface import tables
 from jaxformer.interop.huggingface.tables import ACTIVATION, COMMON, POOLED, Family, Json, Key, Rule, get, only, rules
 from jaxformer.masks import causal, full
-from jaxformer.models import mixers
 from jaxformer.models.config import Classification, Embedding, LanguageModel, Learned, ModelConfig, Patches
 from jaxformer.models.vision import Reconstruction
 
@@ -102,7 +102,7 @@ def _read_longformer(c: Json, kind: str):
         raise ConfigError(f"config.json: attention_window={reprlib.repr(windows)}: expected an even number for each layer")
     per_call = kind in ("ForQuestionAnswering", "ForMultipleChoice")  # global tokens come with each call
     tokens = None if per_call else int(kind == "ForSequenceClassification")
-    pattern = tuple(mixers.Longformer(width, tokens) for width in tables.shortest_pattern(windows))
+    pattern = tuple(zoo.Longformer(width, tokens) for width in tables.shortest_pattern(windows))
     return pattern if len(pattern) > 1 else pattern[0]
 
 
@@ -111,7 +111,7 @@ def _read_bigbird(c: Json, kind: str):
         return None
     only(c, attention_type="block_sparse")
     block, random = get(c, "block_size", 64), get(c, "num_random_blocks", 3)
-    return mixers.BigBird(block, random, layout="zero", dense_length=(5 + 2 * random) * block)
+    return zoo.BigBird(block, random, layout="zero", dense_length=(5 + 2 * random) * block)
 
 
 def _write_bigbird(config: Any) -> Json:

@@ -22,8 +22,9 @@ from jaxformer.interop import safetensors
 from jaxformer.interop.huggingface import decoders, encoders, pairs, tables
 from jaxformer.interop.safetensors import list_names
 from jaxformer.models.config import EncoderDecoder, ModelConfig
-from jaxformer.models.mixers import BigBird, Longformer
 from jaxformer.params import Spec, Tree, paths
+from jaxformer.zoo.bigbird import BigBird
+from jaxformer.zoo.longformer import Longformer
 
 log = logging.getLogger("jaxformer")
 

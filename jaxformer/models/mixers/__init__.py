@@ -1,8 +1,4 @@
-"""Ways for positions to exchange information: attention (the default), its variants, and efficient approximations."""
+"""Ways for positions to exchange information. Attention is here; the mixers of single papers are in `zoo`."""
 
-# ruff: noqa: F401, I001 (names that the package offers)
-from jaxformer.models.mixers import variants
+# ruff: noqa: F401 (names that the package offers)
 from jaxformer.models.mixers.attention import attention
-from jaxformer.models.mixers.efficient import (
-    BigBird, Efficient, Linear, Linformer, LocalChunks, Longformer, Performer, Reformer,
-)  # fmt: skip

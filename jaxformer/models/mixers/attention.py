@@ -38,7 +38,7 @@ def attention(
 ) -> Mixer:  # fmt: skip
     """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout. The default mixer.
 
-    A variant (`mixers.variants`) passes what it does differently, with `extra` parameters of its own:
+    A variant (`zoo.gated`) passes what it does differently, with `extra` parameters of its own:
     prepare(params, heads, context) -> the `Heads` before the rotation;
     attend(params, context, query, key, value, **options of ops.attention) -> out `[B, T, N, H]`;
     finish(params, x, out) -> out before the last projection.

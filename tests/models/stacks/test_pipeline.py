@@ -16,12 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxformer import masks, models, ops, params
 from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder, Mixture, ModelConfig, Relative
-from jaxformer.models.mixers import Linear
 from jaxformer.models.stacks.pipeline import Pipeline, bubble, pipeline
 from jaxformer.ops.positions import Rope
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.sharding import shardings
 from jaxformer.tools.planning.hlo import collectives
+from jaxformer.zoo.linear_attention import Linear
 
 GPT = ModelConfig(vocab_size=64, num_layers=4, d_model=16, num_heads=2, context_length=16, init_std=0.2)
 DEEP = replace(GPT, num_layers=8, d_model=8)

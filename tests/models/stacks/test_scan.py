@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import models, params, sharding
+from jaxformer import models, params, sharding, zoo
 from jaxformer.models import ModelConfig
-from jaxformer.models.mixers import variants
 from jaxformer.models.stacks import scan
 from jaxformer.ops import norms
 from jaxformer.ops.positions import Rope
@@ -41,7 +40,7 @@ def test_layers_of_a_step(monkeypatch, platform, changes, expected):
 
 
 SANDWICH = replace(CONFIG, norm_placement="sandwich")
-QK_NORM = replace(LLAMA, mixer=variants.qk_norm)
+QK_NORM = replace(LLAMA, mixer=zoo.qk_norm.qk_norm)
 
 
 @pytest.mark.thorough

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import decoding, masks, models, ops
+from jaxformer import decoding, masks, models, ops, zoo
 from jaxformer.masks import Mask, causal
 from jaxformer.models import presets
 from jaxformer.ops.attention import cached
@@ -275,7 +275,7 @@ def test_every_product_of_decoding_is_one_of_these(monkeypatch):
     original = module._stored_product
     monkeypatch.setattr(module, "_stored_product", lambda spec, x, w: (seen.add(spec), original(spec, x, w))[1])
     for name in ("llama_7b", "gpt2_small", "t5_small"):
-        preset = presets.PRESETS[name]
+        preset = zoo.PRESETS[name]
         pair = hasattr(preset, "decoder")
         cut = lambda config: presets.sized(config, 1, 8, 2, vocab_size=9, d_ff=8, head_width=4, context_length=8)
         config = models.EncoderDecoder(cut(preset.encoder), cut(preset.decoder)) if pair else cut(preset)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import masks, ops
+from jaxformer import masks, ops, zoo
 from jaxformer.masks import Mask, rules
 from jaxformer.ops.attention import blocks, blockwise, cached, cudnn, ring, rows, splash
 from jaxformer.ops.attention.call import Call
@@ -137,20 +137,19 @@ OTHERS = {
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
     "ops.attention.reference.second_gradients": lambda mask: exact(gradient_of_gradients, mask),
     "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),
-    "ops.attention.linear.efficient_attention": lambda mask: ops.efficient_attention(QUERY, KEY, VALUE, mask=mask),
-    "ops.attention.linear.favor_attention": lambda mask: ops.favor_attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
-    "ops.attention.linear.linear_attention": lambda mask: ops.linear_attention(QUERY, KEY, VALUE, mask=mask),
-    "ops.attention.linear.visibility": lambda mask: ops.linear_attention(QUERY, KEY, VALUE, mask=mask),
-    "ops.attention.linear.linformer_attention": lambda mask: ops.linformer_attention(
-        QUERY, KEY, VALUE, jnp.ones((T, 3)), mask=mask
+    "zoo.efficient_attention.attention": lambda mask: zoo.efficient_attention.attention(QUERY, KEY, VALUE, mask=mask),
+    "zoo.performer.attention": lambda mask: zoo.performer.attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
+    "zoo.linear_attention.attention": lambda mask: zoo.linear_attention.attention(QUERY, KEY, VALUE, mask=mask),
+    "zoo.visible.visibility": lambda mask: zoo.linear_attention.attention(QUERY, KEY, VALUE, mask=mask),
+    "zoo.linformer.attention": lambda mask: zoo.linformer.attention(QUERY, KEY, VALUE, jnp.ones((T, 3)), mask=mask),
+    "zoo.reformer.attention": lambda mask: zoo.reformer.attention(
+        QUERY, VALUE, zoo.reformer.random_rotations(jax.random.key(1), N, 4, 2, 2), chunk=4, mask=mask
     ),
-    "ops.attention.lsh.lsh_attention": lambda mask: ops.lsh_attention(
-        QUERY, VALUE, ops.random_rotations(jax.random.key(1), N, 4, 2, 2), chunk=4, mask=mask
-    ),
-    "ops.attention.sparse.bigbird_attention": lambda mask: ops.bigbird_attention(
+    "zoo.bigbird.attention": lambda mask: zoo.bigbird.attention(
         QUERY, KEY, VALUE, np.zeros((N, 2, 1), np.int32), block=2, mask=mask
     ),
-    "ops.attention.sparse.longformer_attention": lambda mask: ops.longformer_attention(
+    "zoo.visible.segment_ids": lambda mask: zoo.visible.segment_ids("test", mask, QUERY, KEY, VALUE),
+    "zoo.longformer.attention": lambda mask: zoo.longformer.attention(
         QUERY, KEY, VALUE, QUERY, KEY, VALUE, window=2, global_tokens=1, mask=mask
     ),
 }
@@ -170,7 +169,7 @@ def assert_same(a, b):
 
 def test_every_reader_of_masks_is_here():
     found = set()
-    for package in (ops, sys.modules["jaxformer.ops.attention"]):
+    for package in (ops, sys.modules["jaxformer.ops.attention"], zoo):
         for each in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             module = importlib.import_module(each.name)
             for name, value in vars(module).items():
@@ -228,15 +227,15 @@ def test_what_is_no_mask_is_refused_in_one_line(mask):
     arrays = [QUERY, KEY, VALUE]
     for attend, more in {
         ops.attention: (),
-        ops.linear_attention: (),
-        ops.efficient_attention: (),
-        ops.favor_attention: (jnp.eye(4),),
-        ops.linformer_attention: (jnp.ones((T, 3)),),
-        partial(inspect.unwrap(ops.longformer_attention), window=2): arrays,
-        partial(inspect.unwrap(ops.bigbird_attention), block=2): (np.zeros((N, 2, 1), np.int32),),
+        zoo.linear_attention.attention: (),
+        zoo.efficient_attention.attention: (),
+        zoo.performer.attention: (jnp.eye(4),),
+        zoo.linformer.attention: (jnp.ones((T, 3)),),
+        partial(inspect.unwrap(zoo.longformer.attention), window=2): arrays,
+        partial(inspect.unwrap(zoo.bigbird.attention), block=2): (np.zeros((N, 2, 1), np.int32),),
     }.items():
         with pytest.raises(ValueError, match=r"attention: a mask is a value of jaxformer.masks, not .*segments\(ids\)"):
             inspect.unwrap(attend)(*arrays, *more, mask=mask)
-    rotations = ops.random_rotations(jax.random.key(1), N, 4, 2, 2)
+    rotations = zoo.reformer.random_rotations(jax.random.key(1), N, 4, 2, 2)
     with pytest.raises(ValueError, match="lsh_attention: a mask is a value"):
-        inspect.unwrap(ops.lsh_attention)(QUERY, VALUE, rotations, chunk=4, mask=mask)
+        inspect.unwrap(zoo.reformer.attention)(QUERY, VALUE, rotations, chunk=4, mask=mask)

@@ -7,8 +7,8 @@ import pytest
 from jaxformer import models, params
 from jaxformer.masks import causal, window
 from jaxformer.models import PRESETS, EncoderDecoder, ModelConfig
-from jaxformer.models.mixers import Performer
 from jaxformer.tools.analysis import diagram, figures
+from jaxformer.zoo.performer import Performer
 
 TINY = ModelConfig(50, 6, 16, 2, context_length=8)
 

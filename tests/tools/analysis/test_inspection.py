@@ -11,9 +11,9 @@ from jaxformer.data.tokenizers import Bytes
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
 from jaxformer.models import Classification, ModelConfig
-from jaxformer.models.mixers import Linear
 from jaxformer.models.mixers.attention import attention
 from jaxformer.tools.analysis import inspection
+from jaxformer.zoo.linear_attention import Linear
 
 CONFIG = ModelConfig(256, 3, 16, 2, context_length=32, init_std=0.3)
 TEXT = "the theme of the"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxformer import masks, models
+from jaxformer import masks, models, zoo
 from jaxformer.data.sources import Stdlib
 from jaxformer.models import EncoderDecoder, LanguageModel, ModelConfig, cost, presets
 from jaxformer.models.adaptation import Lora
@@ -88,7 +88,7 @@ def closed_form(**changes):
 @pytest.mark.parametrize("name", ["gpt2_small", "llama_7b", "qwen2_05b"])
 def test_the_closed_form_is_within_a_percent_of_the_count(name):
     config = replace(
-        presets.PRESETS[name], num_layers=2, context_length=256, vocab_size=4096, dropout_rate=0.0,
+        zoo.PRESETS[name], num_layers=2, context_length=256, vocab_size=4096, dropout_rate=0.0,
         attention_dropout_rate=0.0, attention_implementation="reference",
     )  # fmt: skip
     experiment = Experiment("counted", config, Stdlib(), batch_size=B, precision="bfloat16")

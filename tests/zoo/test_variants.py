@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import decoding, masks, models, params
+from jaxformer import decoding, masks, models, params, zoo
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.models.layer import Context
-from jaxformer.models.mixers import attention, variants
+from jaxformer.models.mixers import attention
 from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import Rope
 from tests.witnesses import load, variants_hf, variants_x
@@ -33,13 +33,13 @@ def llama4(config):
     """Llama 4's layers: temperature where nothing turns."""
     if config.positions is not None:
         return attention(config)
-    return variants.temperature(config, floor_scale=variants_hf.FLOOR_SCALE, attn_scale=variants_hf.ATTN_SCALE)
+    return zoo.temperature.temperature(config, floor_scale=variants_hf.FLOOR_SCALE, attn_scale=variants_hf.ATTN_SCALE)
 
 
 def normed_and_gated(config):
     """Qwen3-Next's attention: two variants in one mixer, as the module says."""
-    extra = variants.qk_norm(config).spec | variants.gated(config).spec
-    return attention(config, extra=extra, prepare=partial(variants.normalize, config), finish=variants.gate)
+    extra = zoo.qk_norm.qk_norm(config).spec | zoo.gated.gated(config).spec
+    return attention(config, extra=extra, prepare=partial(zoo.qk_norm.normalize, config), finish=zoo.gated.gate)
 
 
 # transformers: whole models, and single layers where the model around them is not one of ours
@@ -113,8 +113,8 @@ def hf_params(w, config):
 
 
 HF_MODELS = {
-    "qwen3": dict(mixer=variants.qk_norm),
-    "diffllama": dict(mixer=variants.differential),
+    "qwen3": dict(mixer=zoo.qk_norm.qk_norm),
+    "diffllama": dict(mixer=zoo.differential.differential),
     "smollm3": dict(positions=(Rope(variants_hf.BASE), None)),  # NoPE by layer
     "llama4": dict(
         mixer=llama4,
@@ -149,7 +149,7 @@ def layer_out(config, ours, x, layer=0, memo=None):
 
 
 def test_attention_of_olmo2():
-    config = hf_config("olmo2", mixer=variants.qk_norm_full)
+    config = hf_config("olmo2", mixer=zoo.qk_norm.qk_norm_full)
     arrays = load("variants_hf")
     with jax.enable_x64(True):
         w = weights_of(arrays, "olmo2")
@@ -192,8 +192,8 @@ def x_extra(name, w):
 
 
 X_LAYERS: dict[str, Any] = {
-    "gated": (variants.gated, X),
-    "sigmoid": (partial(variants.sigmoid, bias=0.0), FLOAT64),  # no softmax at all
+    "gated": (zoo.gated.gated, X),
+    "sigmoid": (partial(zoo.sigmoid.sigmoid, bias=0.0), FLOAT64),  # no softmax at all
 }
 
 
@@ -216,9 +216,9 @@ def test_value_residual_of_x_transformers():
     """The first layer's values reach the second; the first layer's own numbers are not used (they are NaN here)."""
     with jax.enable_x64(True):
         nothing = {"value": jnp.zeros((2, variants_x.T, variants_x.N, variants_x.H))}
-        out, memo, expected = x_layer("residual_first", variants.value_residual, layer=0, memo=nothing)
+        out, memo, expected = x_layer("residual_first", zoo.value_residual.value_residual, layer=0, memo=nothing)
         np.testing.assert_allclose(out, expected, **X)
-        out, _, expected = x_layer("residual_second", variants.value_residual, layer=1, memo=memo)
+        out, _, expected = x_layer("residual_second", zoo.value_residual.value_residual, layer=1, memo=memo)
         np.testing.assert_allclose(out, expected, **X)
 
 
@@ -264,8 +264,8 @@ def drawn(spec, seed=0):
 def test_sigmoid_attention_as_defined():
     """The default bias is -log of the context length."""
     with jax.enable_x64(True):
-        config = replace(PLAIN, mixer=variants.sigmoid)
-        p, x = drawn(variants.sigmoid(config).spec), np.random.default_rng(1).normal(size=(2, 5, D))
+        config = replace(PLAIN, mixer=zoo.sigmoid.sigmoid)
+        p, x = drawn(zoo.sigmoid.sigmoid(config).spec), np.random.default_rng(1).normal(size=(2, 5, D))
         expected = defined(p, x, lambda scores: 1 / (1 + np.exp(-(scores - np.log(16)))))
         np.testing.assert_allclose(layer_out(config, p, x)[0], expected, **FLOAT64)
 
@@ -273,10 +273,10 @@ def test_sigmoid_attention_as_defined():
 def test_value_residual_as_defined():
     """Two numbers a layer that need not sum to one."""
     with jax.enable_x64(True):
-        config = replace(PLAIN, mixer=variants.value_residual)
+        config = replace(PLAIN, mixer=zoo.value_residual.value_residual)
         rng = np.random.default_rng(1)
         p, x, first = (
-            drawn(variants.value_residual(config).spec),
+            drawn(zoo.value_residual.value_residual(config).spec),
             rng.normal(size=(2, 5, D)),
             rng.normal(size=(2, 5, K, H)),
         )
@@ -289,8 +289,8 @@ def test_value_residual_as_defined():
 def test_differential_attention_as_defined():
     """With a scale in its norm, which the paper's code has and DiffLlama does not."""
     with jax.enable_x64(True):
-        config = replace(PLAIN, mixer=variants.differential, norm_eps=1e-2)
-        p, x = drawn(variants.differential(config).spec), np.random.default_rng(1).normal(size=(2, 5, D))
+        config = replace(PLAIN, mixer=zoo.differential.differential, norm_eps=1e-2)
+        p, x = drawn(zoo.differential.differential(config).spec), np.random.default_rng(1).normal(size=(2, 5, D))
         project = lambda name: np.einsum("btd,dnh->btnh", x, p[name]["kernel"]) + p[name]["bias"]
         query, key, value = (project(name) for name in ("query", "key", "value"))
         start = 0.8 - 0.6 * np.exp(-0.3 * 5)  # layer 5
@@ -315,14 +315,14 @@ MODEL = ModelConfig(
     feedforward="relu", d_ff=16, norm="rms_norm", use_bias=False,
 )  # fmt: skip
 MIXERS = {
-    "qk_norm": variants.qk_norm,
-    "qk_norm_full": variants.qk_norm_full,
-    "gated": variants.gated,
-    "differential": variants.differential,
-    "sigmoid": partial(variants.sigmoid, bias=-1.0),
-    "value_residual": variants.value_residual,
-    "temperature": partial(variants.temperature, floor_scale=2, attn_scale=0.5),
-    "inverse_depth_scale": variants.inverse_depth_scale,
+    "qk_norm": zoo.qk_norm.qk_norm,
+    "qk_norm_full": zoo.qk_norm.qk_norm_full,
+    "gated": zoo.gated.gated,
+    "differential": zoo.differential.differential,
+    "sigmoid": partial(zoo.sigmoid.sigmoid, bias=-1.0),
+    "value_residual": zoo.value_residual.value_residual,
+    "temperature": partial(zoo.temperature.temperature, floor_scale=2, attn_scale=0.5),
+    "inverse_depth_scale": zoo.temperature.inverse_depth_scale,
 }
 DEEP = (
     "differential",
@@ -456,7 +456,7 @@ def test_blockwise_equals_the_reference():
     mask = masks.causal() & (masks.window(2) | masks.global_tokens((1,)))
     mask = mask & masks.segments(jnp.array([[1] * 3 + [2] * 5] * 2))
     expected, blockwise = (
-        mixed(replace(config, attention_implementation=kind), drawn(variants.differential(config).spec), x, mask)
+        mixed(replace(config, attention_implementation=kind), drawn(zoo.differential.differential(config).spec), x, mask)
         for kind in ("reference", "blockwise")
     )
     close(blockwise, expected)
@@ -477,7 +477,7 @@ def test_inverse_depth_scale_is_smaller_queries():
 def test_what_is_refused():
     for kernel in ("blockwise", "splash", "cudnn"):
         with pytest.raises(NotImplementedError, match=f"{kernel}: no sigmoid attention; .*'reference' has it"):
-            models.spec(replace(MODEL, mixer=variants.sigmoid, attention_implementation=kernel))
-    assert models.spec(replace(MODEL, mixer=variants.sigmoid, attention_implementation="reference"))
+            models.spec(replace(MODEL, mixer=zoo.sigmoid.sigmoid, attention_implementation=kernel))
+    assert models.spec(replace(MODEL, mixer=zoo.sigmoid.sigmoid, attention_implementation="reference"))
     with pytest.raises(ConfigError, match="pairs heads; 1 key/value heads are an odd number"):
-        models.spec(replace(MODEL, num_kv_heads=1, mixer=variants.differential))
+        models.spec(replace(MODEL, num_kv_heads=1, mixer=zoo.differential.differential))

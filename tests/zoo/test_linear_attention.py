@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxformer import masks
-from jaxformer.ops.attention.linear import (
-    LinearState,
-    efficient_attention,
+from jaxformer.zoo.efficient_attention import attention as efficient_attention
+from jaxformer.zoo.linear_attention import (
+    State as LinearState,
+    attention as linear_attention,
     elu_plus_one,
-    favor_attention,
-    linear_attention,
-    linear_attention_step,
+    step as linear_attention_step,
 )
+from jaxformer.zoo.performer import attention as favor_attention
 from tests.witnesses import load
 
 # float64 sums of some hundred terms of order one: 1e-12 leaves three digits for the order of summation.

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import masks, ops
-from jaxformer.ops.attention.sparse import (
-    bigbird_attention,
-    bigbird_layout,
-    bigbird_layout_seeded,
-    bigbird_layout_zero,
-    longformer_attention,
-)
+from jaxformer import masks, ops, zoo
 from jaxformer.ops.feedforward import ACTIVATIONS
+from jaxformer.zoo.bigbird import (
+    attention as bigbird_attention,
+    random_layout as bigbird_layout,
+    seeded_layout as bigbird_layout_seeded,
+    zero_layout as bigbird_layout_zero,
+)
+from jaxformer.zoo.longformer import attention as longformer_attention
 from tests.witnesses import load
 
 # float64 sums of at most a hundred terms of order one
@@ -114,9 +114,9 @@ def test_no_rows_or_no_tokens_give_no_output(B, T):
     for f in (
         lambda *arrays: longformer_attention(*arrays, None, None, None, window=2),
         lambda *arrays: bigbird_attention(*arrays, layout, block=2),
-        lambda query, *_: ops.lsh_attention(query, query[..., :5], rotations, chunk=2),
-        ops.linear_attention,
-        ops.efficient_attention,
+        lambda query, *_: zoo.reformer.attention(query, query[..., :5], rotations, chunk=2),
+        zoo.linear_attention.attention,
+        zoo.efficient_attention.attention,
     ):
         assert jax.eval_shape(f, query, key, value).shape == (B, T, 4, 5)
 
@@ -146,16 +146,15 @@ def test_longformer_without_globals_is_a_window():
 
 def test_longformer_shows_kernels_a_sparse_rule():
     """Flags are arrays, of which no kernel knows anything while tracing; what attention is asked for is sparse all the same."""
-    seen = []
+    seen, attend = [], ops.attention
     stand_in = lambda query, key, value, *, mask, **options: (
-        seen.append((mask, query, key)) or ops.attention(query, key, value, mask=mask, **options)
+        seen.append((mask, query, key)) or attend(query, key, value, mask=mask, **options)
     )
     arrays = [x.astype(jnp.float32) for x in draw(0, *[(1, 256, 1, 4)] * 6)]
     flags = np.zeros((1, 256), bool)
     flags[0, [5, 77]] = True
-    module = inspect.getmodule(inspect.unwrap(longformer_attention))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "attention", stand_in)
+        patch.setattr(ops, "attention", stand_in)
         jax.jit(lambda flags: longformer_attention(*arrays, window=32, global_tokens=flags, max_globals=4))(flags)
     (mask, query, key), (_, rows, _) = seen
     assert rows.shape[1] == 4  # the global rows are gathered, not all computed and thrown away

@@ -1,48 +1,36 @@
-"""Reformer's attention: tokens meet in hash buckets, and a query is its own key. Kitaev et al. 2020, arXiv:2001.04451."""
+"""Tokens meet in hash buckets, and a query is its own key: Kitaev et al. 2020, arXiv:2001.04451.
+
+For the reversible residuals of the same paper see `reversible.py`, for the local layers of the published model
+`local_chunks.py`.
+"""
 
 import math
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float, Int
+import numpy as np
+from jax import Array, random
+from jaxtyping import Float
 
-from jaxformer.masks import Mask, as_mask, rules
+from jaxformer.errors import ConfigError
+from jaxformer.masks import Mask, as_mask, causal, chunked, rules
+from jaxformer.models.config import Axial, LanguageModel, ModelConfig, require_numbers
+from jaxformer.models.layer import Mixer
+from jaxformer.models.mixers.attention import attention_spec
 from jaxformer.ops.attention.call import check_shapes, mask_refusal
 from jaxformer.ops.attention.reference import softmax, softmax_and_log_sum_exp
 from jaxformer.ops.dropout import dropout
 from jaxformer.ops.einsum import einsum, in_float32
-
-Rotations = Float[Array, "#N H rounds _"] | tuple[Float[Array, "#N H rounds _"], ...]
-
-
-def random_rotations(key: Array, heads: int, head_size: int, rounds: int, buckets: int | tuple[int, ...]) -> Rotations:
-    """Normal directions for `lsh_attention`, `[N, H, rounds, buckets / 2]`: each has two ends.
-
-    A tuple of sizes gives a tuple of arrays, whose hashes are digits of one bucket number: (64, 64) makes 4,096 buckets.
-    """
-    sizes = buckets if isinstance(buckets, tuple) else (buckets,)
-    if any(size < 2 or size % 2 for size in sizes):
-        raise ValueError(f"random_rotations: numbers of buckets are even and at least 2; got {buckets}")
-    keys = jax.random.split(key, len(sizes))
-    drawn = [jax.random.normal(k, (heads, head_size, rounds, n // 2), jnp.float32) for k, n in zip(keys, sizes, strict=True)]
-    return tuple(drawn) if isinstance(buckets, tuple) else drawn[0]
-
-
-def lsh_buckets(x: Float[Array, "B T N H"], rotations: Rotations) -> Int[Array, "B N rounds T"]:
-    """argmax([x R, -x R]) of each round; of several factors, the digits of one number, the first counting least."""
-    base, bucket = 1, jnp.zeros((), int)
-    for R in jax.tree.leaves(rotations):
-        R = jnp.broadcast_to(R, (x.shape[2], *R.shape[1:]))
-        sides = einsum("btnh,nhrk->bnrtk", x, R, dtype=jnp.promote_types(x.dtype, jnp.float32))
-        bucket = bucket + base * jnp.argmax(jnp.concatenate([sides, -sides], axis=-1), axis=-1)
-        base = base * 2 * R.shape[-1]
-    return bucket
+from jaxformer.zoo.frame import approximation, by_layer, options
+from jaxformer.zoo.hash_buckets import Rotations, lsh_buckets, random_rotations
+from jaxformer.zoo.reversible import Reversible
 
 
 @jax.named_scope("lsh_attention")
-def lsh_attention(
+def attention(
     query_key: Float[Array, "B T N H"], value: Float[Array, "B T N Hv"], rotations: Rotations, *, chunk: int,
     mask: Mask | None = None, chunks_before: int = 1, chunks_after: int = 0, scale: float = 1.0, duplicates: bool = False,
     eps: float = 1e-6, dropout_rate: float = 0.0, dropout_key: Array | None = None, multiple: int | None = None,
@@ -146,3 +134,62 @@ def _visible(mask, q, kv, T):
     shape = visible.shape[0], N * total, 1, chunk, width
     visible = jnp.broadcast_to(visible, shape).reshape(-1, N, total, chunk, width)
     return visible & (q < T)[..., None] & (kv < T)[..., None, :]
+
+
+@dataclass(frozen=True)
+class Reformer:
+    """Queries that are their own keys meet in hash buckets: Kitaev et al. 2020, arXiv:2001.04451. Any mask of one head.
+
+    `apply(..., constants=rotations)` replaces those drawn from `seed`. For reversible residuals see `zoo.reversible`.
+    """
+
+    chunk: int = 64  # tokens of a chunk
+    rounds: int = 2  # of hashing
+    # of one round; None: 2^floor(log2(2 context_length / chunk)), whatever the length of a batch
+    buckets: int | tuple[int, ...] | None = None
+    chunks_before: int = 1  # chunks before its own that a query sees
+    chunks_after: int = 0  # chunks after its own that a query sees
+    seed: int = 0  # of the rotations
+    redraw: bool = True  # whether training draws the rotations of each step from the dropout key, if there is one
+    duplicates: bool = False  # a key met in several rounds counts each time, as in Hugging Face's model
+    multiple: int | None = None  # padding fills the length up to a multiple of this; None: of chunk
+
+    def __post_init__(self):
+        sizes = dict(chunk=1, rounds=1, buckets=2, chunks_before=0, chunks_after=0, seed=0, multiple=1)
+        require_numbers(**sizes)(self)
+        if self.multiple is not None and self.multiple % self.chunk:
+            raise ConfigError(f"Reformer.multiple={self.multiple}: expected a multiple of chunk={self.chunk}, or None")
+        if any(size < 2 or size % 2 for size in np.ravel(self.buckets or 2)):
+            raise ConfigError(f"Reformer.buckets={self.buckets}: expected even numbers of at least 2, or None")
+
+    def evaluation(self) -> "Reformer":
+        """The same mixer with fixed rotations."""
+        return replace(self, redraw=False)
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        N = config.num_heads
+        if config.kv_heads != N:
+            raise ConfigError(f"model.num_kv_heads={config.kv_heads}: Reformer has a value head for each of {N} heads")
+        spec = attention_spec(config)
+        del spec["key"]
+        buckets = self.buckets or 2 ** max(1, int(math.log2(max(2 * config.context_length / self.chunk, 1))))
+        draw = partial(random_rotations, heads=N, head_size=config.head_size, rounds=self.rounds, buckets=buckets)
+
+        def mix(params, context, query, value):
+            rotations = context.constants
+            if self.redraw and context.dropout_key is not None:
+                rotations = draw(random.fold_in(context.dropout_key, 1))
+            sizes = {name: getattr(self, name) for name in ("chunk", "chunks_before", "chunks_after", "multiple")}
+            shared = options(config, context) | {"duplicates": self.duplicates}
+            return attention(query, value, rotations, **sizes, **shared)
+
+        return approximation(self, config, mix, spec, constants=lambda T: by_layer(self.seed, config.num_layers, draw))
+
+
+_local = causal() & chunked(128, 1)
+_lsh = Reformer(chunk=256, rounds=4, buckets=512, duplicates=True)
+reformer_enwik8 = ModelConfig(
+    258, 12, 1024, 8, context_length=65536, d_ff=4096, feedforward="relu", norm_eps=1e-12,
+    positions=Axial((128, 512), (256, 768)), masks=(_local, _local, causal(), _local), mixer=(None, None, _lsh, None),
+    stack=Reversible(streams=2), use_bias="up|down|norm", heads=(LanguageModel(bias=True),), tie_embeddings=False,
+)  # fmt: skip

@@ -9,15 +9,8 @@ import pytest
 
 from jaxformer import masks
 from jaxformer.ops.attention import attention
-from jaxformer.ops.attention.linear import (
-    LinearState,
-    favor_attention,
-    favor_features,
-    favor_relu_features,
-    linear_attention,
-    linear_attention_step,
-    orthogonal_projection,
-)
+from jaxformer.zoo.linear_attention import State as LinearState, attention as linear_attention, step as linear_attention_step
+from jaxformer.zoo.performer import attention as favor_attention, favor_features, favor_relu_features, orthogonal_projection
 from tests.witnesses import load
 
 # float64 sums of some hundred terms of order one: 1e-12 leaves three digits for the order of summation.

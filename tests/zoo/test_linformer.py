@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxformer import masks
-from jaxformer.ops.attention.linear import linformer_attention
 from jaxformer.ops.einsum import einsum
+from jaxformer.zoo.linformer import attention as linformer_attention
 from tests.witnesses import load
 
 # float64 sums of some tens of terms of order one: 1e-12 leaves three digits for the order of summation.

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, ops
-from jaxformer.models.stacks.reversible import reversible_stack
-from jaxformer.ops.attention.lsh import lsh_attention, random_rotations
+from jaxformer.zoo.reformer import attention as lsh_attention, random_rotations
+from jaxformer.zoo.reversible import reversible_stack
 
 B, T, D, F, RATE = 2, 6, 8, 12, 0.3
 

@@ -9,15 +9,16 @@ import numpy as np
 import optax
 import pytest
 
-from jaxformer import config as C, decoding, masks, models, ops, params
+from jaxformer import config as C, decoding, masks, models, ops, params, zoo
 from jaxformer.decoding import Sampling
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, mixers
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
-from jaxformer.models.stacks import reversible, scan
+from jaxformer.models.stacks import scan
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
 from jaxformer.runs.names import MODEL, NAMES
+from jaxformer.zoo import reversible
 
 V, T, L = 13, 16, 2
 CAUSAL = (masks.causal(),)
@@ -26,17 +27,17 @@ BASE = ModelConfig(
     tie_embeddings=False,
 )  # fmt: skip
 SYSTEMS = {
-    "longformer": replace(BASE, mixer=mixers.Longformer(4, 2), num_kv_heads=1, positions=Rope()),
-    "bigbird": replace(BASE, mixer=mixers.BigBird(2, 1, "random")),
-    "linear": replace(BASE, mixer=mixers.Linear(chunk=4), masks=CAUSAL, positions=Rope(), num_kv_heads=1),
-    "efficient": replace(BASE, mixer=mixers.Efficient(chunk=4), masks=CAUSAL),
-    "efficient_full": replace(BASE, mixer=mixers.Efficient()),
-    "performer": replace(BASE, mixer=mixers.Performer(12, chunk=4), masks=CAUSAL, num_kv_heads=1),
-    "performer_full": replace(BASE, mixer=mixers.Performer(12, "relu")),
-    "linformer": replace(BASE, mixer=mixers.Linformer(5), num_kv_heads=1),
-    "linformer_layerwise": replace(BASE, mixer=mixers.Linformer(5, "layerwise"), positions=Rope()),
-    "reformer": replace(BASE, mixer=mixers.Reformer(4), masks=CAUSAL, positions=Rope()),
-    "reformer_full": replace(BASE, mixer=mixers.Reformer(4, buckets=(2, 4), chunks_after=1)),
+    "longformer": replace(BASE, mixer=zoo.Longformer(4, 2), num_kv_heads=1, positions=Rope()),
+    "bigbird": replace(BASE, mixer=zoo.BigBird(2, 1, "random")),
+    "linear": replace(BASE, mixer=zoo.Linear(chunk=4), masks=CAUSAL, positions=Rope(), num_kv_heads=1),
+    "efficient": replace(BASE, mixer=zoo.Efficient(chunk=4), masks=CAUSAL),
+    "efficient_full": replace(BASE, mixer=zoo.Efficient()),
+    "performer": replace(BASE, mixer=zoo.Performer(12, chunk=4), masks=CAUSAL, num_kv_heads=1),
+    "performer_full": replace(BASE, mixer=zoo.Performer(12, "relu")),
+    "linformer": replace(BASE, mixer=zoo.Linformer(5), num_kv_heads=1),
+    "linformer_layerwise": replace(BASE, mixer=zoo.Linformer(5, "layerwise"), positions=Rope()),
+    "reformer": replace(BASE, mixer=zoo.Reformer(4), masks=CAUSAL, positions=Rope()),
+    "reformer_full": replace(BASE, mixer=zoo.Reformer(4, buckets=(2, 4), chunks_after=1)),
 }
 # A softmax over keys does not feel what is added to all of them, unless positions turn it.
 DEAD = {"bigbird": ("attention/key/bias",), "efficient_full": ("attention/key/bias",)}
@@ -197,7 +198,7 @@ def test_decoding_refuses_what_sums_cannot_keep():
     with pytest.raises(NotImplementedError, match=r"Linear decodes under causal\(\) alone"):
         step(replace(config, masks=(masks.full(),)), parameters(config), TOKENS[:, :4], cache=cache)
     others = [config for name, config in SYSTEMS.items() if name not in ("linear", "performer", "performer_full")]
-    for config in (*others, replace(BASE, mixer=mixers.LocalChunks(4), masks=CAUSAL)):
+    for config in (*others, replace(BASE, mixer=zoo.LocalChunks(4), masks=CAUSAL)):
         with pytest.raises(NotImplementedError, match=rf"{type(config.mixer).__name__} cannot decode: .*Performer can"):
             decoding.init_cache(config, 2, 8)
 
@@ -217,27 +218,27 @@ def with_attention(p, **changes):
 
 @pytest.mark.thorough
 def test_bigbird_of_few_blocks_sees_everything():
-    config = replace(BASE, mixer=mixers.BigBird(4, 0, "zero"))
+    config = replace(BASE, mixer=zoo.BigBird(4, 0, "zero"))
     close(run(config, parameters(config)), dense(config, parameters(config)))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("window, count", [(2 * T, 0), (4, 2)])
 def test_longformer_with_equal_projections_is_its_mask(window, count):
-    config = replace(BASE, mixer=mixers.Longformer(window, count))
+    config = replace(BASE, mixer=zoo.Longformer(window, count))
     p = parameters(config)
     p = with_attention(p, **{f"global_{name}": p["layers"]["attention"][name] for name in ("query", "key", "value")})
     expected = dense(config, p, masks.longformer(window, count))
     close(run(config, p), expected)
     if count:  # the same tokens as flags of a batch, traced
-        flagged = replace(config, mixer=mixers.Longformer(window, max_globals=3))
+        flagged = replace(config, mixer=zoo.Longformer(window, max_globals=3))
         flags = np.broadcast_to(np.arange(T) < count, (2, T))
         close(run(flagged, p, inputs={"global_tokens": flags}), expected)
 
 
 @pytest.mark.thorough
 def test_linformer_of_full_rank_is_attention():
-    config = replace(BASE, mixer=mixers.Linformer(T, "headwise"))
+    config = replace(BASE, mixer=zoo.Linformer(T, "headwise"))
     p = parameters(config)
     identity = np.broadcast_to(np.eye(T, dtype=np.float32), (L, T, T))
     close(run(config, with_attention(p, key_projection=identity, value_projection=identity)), dense(config, p))
@@ -246,7 +247,7 @@ def test_linformer_of_full_rank_is_attention():
 def test_linformer_shares_what_it_says():
     shapes = {}
     for sharing in ("headwise", "key_value", "layerwise"):
-        paths = params.paths(models.spec(replace(BASE, mixer=mixers.Linformer(5, sharing))))
+        paths = params.paths(models.spec(replace(BASE, mixer=zoo.Linformer(5, sharing))))
         shapes[sharing] = sorted((path.split("/")[0], leaf.shape) for path, leaf in paths.items() if "projection" in path)
     assert shapes == {
         "headwise": [("layers", (L, T, 5))] * 2,
@@ -258,7 +259,7 @@ def test_linformer_shares_what_it_says():
 @pytest.mark.thorough
 def test_reformer_of_one_chunk_is_attention_to_unit_keys():
     """All tokens in one chunk: softmax over queries as keys of length one, a token itself only where there is no other."""
-    config = replace(BASE, num_layers=1, mixer=mixers.Reformer(T, rounds=1), masks=CAUSAL)
+    config = replace(BASE, num_layers=1, mixer=zoo.Reformer(T, rounds=1), masks=CAUSAL)
     p = jax.tree.map(lambda a: np.asarray(a)[0], parameters(config)["layers"]["attention"])
     x = np.random.default_rng(3).normal(size=(2, T, 8)).astype(np.float32)
 
@@ -284,7 +285,7 @@ def test_reformer_of_one_chunk_is_attention_to_unit_keys():
 def test_local_chunks_are_a_circle(length, before, after, multiple):
     """A query meets a key once for each turned copy of the chunks that brings it; a shift beyond a full turn is none."""
     chunk, rng = 4, np.random.default_rng(length)
-    config = replace(BASE, positions=None, use_bias=False, mixer=mixers.LocalChunks(chunk, before, after, multiple))
+    config = replace(BASE, positions=None, use_bias=False, mixer=zoo.LocalChunks(chunk, before, after, multiple))
     mixer = config.mixer(config)
     p = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params.abstract(mixer.spec))
     x = jnp.asarray(rng.normal(size=(1, length, 8)), jnp.float32)
@@ -324,11 +325,11 @@ def test_constants_are_drawn_by_layer_and_can_be_replaced(name):
 
 
 def test_bigbird_layouts():
-    config = replace(BASE, mixer=mixers.BigBird(1, 1, "seeded"))
+    config = replace(BASE, mixer=zoo.BigBird(1, 1, "seeded"))
     layouts = scan.mixers(config)[0].constants(T)
     for layer in range(L):
-        np.testing.assert_array_equal(layouts[layer], ops.bigbird_layout_seeded(T, 1, 1, 2, layer, max_length=T))
-    zero = scan.mixers(replace(BASE, mixer=mixers.BigBird(2, 3, "zero")))[0].constants(T)
+        np.testing.assert_array_equal(layouts[layer], zoo.bigbird.seeded_layout(T, 1, 1, 2, layer, max_length=T))
+    zero = scan.mixers(replace(BASE, mixer=zoo.BigBird(2, 3, "zero")))[0].constants(T)
     assert zero.shape == (L, 2, 6, 3) and not zero.any()
 
 
@@ -342,7 +343,7 @@ def test_what_is_drawn_does_not_depend_on_the_length_of_a_batch(name):
 def test_reformer_hashes_anew_with_a_dropout_key():
     config = SYSTEMS["reformer"]
     for redraw in (True, False):
-        chosen = replace(config, mixer=mixers.Reformer(4, redraw=redraw))
+        chosen = replace(config, mixer=zoo.Reformer(4, redraw=redraw))
         a, b = (run(chosen, parameters(config), dropout_key=jax.random.key(s, impl="unsafe_rbg")) for s in (0, 1))
         assert (np.abs(a - b).max() > 1e-3) == redraw
 
@@ -387,9 +388,9 @@ def test_one_option_selects_a_system_and_its_description_says_so(cls):
     assert C.describe(config)["mixer"]["type"] == cls.__name__ and C.fingerprint(config) != C.fingerprint(BASE)
     first = fields(cls)[0].name
     assert f"--mixer.{first.replace('_', '-')} " in C.help_text(config, "show")
-    if cls is mixers.Longformer:
+    if cls is zoo.Longformer:
         config = C.override(config, ["--mixer.window=4", "--mixer.global-tokens", "(1, 5)"])
-        assert config.mixer == mixers.Longformer(4, (1, 5))
+        assert config.mixer == zoo.Longformer(4, (1, 5))
         assert C.override(BASE, ["--mixer", "Longformer(4, global_tokens=(1, 5))"], OFFERED) == config
 
 
@@ -415,7 +416,7 @@ def test_local_and_sparse_transformers_are_masks():
 
 @pytest.mark.thorough
 def test_a_linformer_learns_to_reverse():
-    config = replace(BASE, num_layers=1, d_model=32, mixer=mixers.Linformer(T))
+    config = replace(BASE, num_layers=1, d_model=32, mixer=zoo.Linformer(T))
     optimizer = optax.adam(1e-2)
 
     def loss(p, tokens):
@@ -464,7 +465,7 @@ def test_reversible_layers_have_the_gradients_of_plain_ones(monkeypatch):
         return x1, x2
 
     with jax.enable_x64(True):
-        config = replace(BASE, mixer=mixer_with_everything, masks=CAUSAL, dropout_rate=0.2, stack=reversible.Reversible())
+        config = replace(BASE, mixer=mixer_with_everything, masks=CAUSAL, dropout_rate=0.2, stack=zoo.Reversible())
         p = jax.tree.map(lambda a: jnp.asarray(np.float64(a)), parameters(config))
 
         def gradient(p):
@@ -481,7 +482,7 @@ def test_reversible_layers_have_the_gradients_of_plain_ones(monkeypatch):
 
 
 def test_reversible_layers_take_a_reformer_and_refuse_by_name():
-    config = replace(SYSTEMS["reformer"], stack=reversible.Reversible())
+    config = replace(SYSTEMS["reformer"], stack=zoo.Reversible())
     encode = partial(models.encode, config, dropout_key=jax.random.key(0))
     assert jax.eval_shape(encode, parameters(config), TOKENS).hidden.shape == (2, T, 8)
     with pytest.raises(ConfigError, match="norm_placement='post'"):
@@ -492,7 +493,7 @@ def test_reversible_layers_take_a_reformer_and_refuse_by_name():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mixer", [mixers.Longformer(4, 1), mixers.BigBird(2, 1, "zero")])
+@pytest.mark.parametrize("mixer", [zoo.Longformer(4, 1), zoo.BigBird(2, 1, "zero")])
 def test_blocks_and_global_tokens_of_a_row_serve_one_segment(mixer):
     """Those of a second one would be elsewhere than where it stands alone."""
     config, ids = replace(BASE, mixer=mixer), np.array([[1] * 5 + [2] * (T - 5), [0] * 2 + [1] * (T - 5) + [0] * 3])
@@ -502,7 +503,7 @@ def test_blocks_and_global_tokens_of_a_row_serve_one_segment(mixer):
 
 @pytest.mark.thorough
 def test_longformers_packed_with_flags_equal_those_alone():
-    config = replace(BASE, mixer=mixers.Longformer(4, None, max_globals=T))
+    config = replace(BASE, mixer=zoo.Longformer(4, None, max_globals=T))
     p, ids = parameters(config), np.array([[1] * 5 + [2] * (T - 5)] * 2)
     flags = jnp.asarray(np.arange(T)[None] % 5 == np.zeros((2, 1)))  # 0 and 5 begin a segment
     packed = run(config, p, TOKENS, ids, inputs={"global_tokens": flags})
@@ -516,8 +517,8 @@ def test_bigbird_is_dense_where_it_is_short():
     """Up to `dense_length`; beyond it, and by default, the layout's blocks."""
     dense, p = replace(BASE, mixer=None), parameters(BASE)
     for length, bird in (
-        (T, mixers.BigBird(2, 1, "zero", dense_length=T)),
-        (T - 1, mixers.BigBird(2, 1, "zero", dense_length=T)),
+        (T, zoo.BigBird(2, 1, "zero", dense_length=T)),
+        (T - 1, zoo.BigBird(2, 1, "zero", dense_length=T)),
     ):
         ids = ONES[:, :length].copy()
         ids[1, :3] = 0
@@ -525,15 +526,15 @@ def test_bigbird_is_dense_where_it_is_short():
             run(replace(BASE, mixer=bird), p, TOKENS[:, :length], ids)[ids > 0],
             run(dense, p, TOKENS[:, :length], ids)[ids > 0],
         )
-    sparse = run(replace(BASE, mixer=mixers.BigBird(2, 1, "zero")), p)
-    close(run(replace(BASE, mixer=mixers.BigBird(2, 1, "zero", dense_length=T - 1)), p), sparse)
+    sparse = run(replace(BASE, mixer=zoo.BigBird(2, 1, "zero")), p)
+    close(run(replace(BASE, mixer=zoo.BigBird(2, 1, "zero", dense_length=T - 1)), p), sparse)
     assert np.abs(sparse - run(dense, p)).max() > 0.1
 
 
 @pytest.mark.thorough
 def test_longformers_of_other_windows_take_turns():
     """Without global tokens they are bands of two widths."""
-    longformer = replace(BASE, mixer=tuple(mixers.Longformer(window, 0) for window in (2, 6)))
+    longformer = replace(BASE, mixer=tuple(zoo.Longformer(window, 0) for window in (2, 6)))
     bands = replace(BASE, masks=tuple(masks.window(half, half) for half in (1, 3)))
     p = parameters(longformer)
     attention = {name: leaf for name, leaf in p["layers"]["attention"].items() if not name.startswith("global_")}
@@ -542,16 +543,16 @@ def test_longformers_of_other_windows_take_turns():
 
 @pytest.mark.thorough
 def test_longformer_asks_for_its_global_tokens():
-    config = replace(BASE, mixer=mixers.Longformer(4, None))
+    config = replace(BASE, mixer=zoo.Longformer(4, None))
     p, flags = parameters(config), np.arange(T)[None] < np.array([[2], [2]])
     with pytest.raises(ValueError, match="global_tokens"):
         models.apply(config, p, TOKENS)
     found = models.apply(config, p, TOKENS, inputs={"global_tokens": flags}).logits
-    close(found, run(replace(BASE, mixer=mixers.Longformer(4, 2)), p))
+    close(found, run(replace(BASE, mixer=zoo.Longformer(4, 2)), p))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mixer", [mixers.Longformer(4, 1), mixers.BigBird(2, 1, "zero")])
+@pytest.mark.parametrize("mixer", [zoo.Longformer(4, 1), zoo.BigBird(2, 1, "zero")])
 def test_a_padded_slot_of_sparse_attention_sees_nothing(mixer):
     """Also where a head pools it (`position_0`), and padding of dense attention sees the row: so are theirs."""
     config = replace(BASE, mixer=mixer, heads=(models.Classification(3, pool="position_0"),))
@@ -573,6 +574,6 @@ def test_a_mixer_of_ones_own_may_be_scored_as_another():
         def evaluation(self):
             return replace(self, noise=0.0)
 
-    kinds = Noisy(), mixers.Reformer(chunk=4)
+    kinds = Noisy(), zoo.Reformer(chunk=4)
     config = ModelConfig(vocab_size=8, num_layers=2, d_model=8, num_heads=2, context_length=8, mixer=kinds)
-    assert models.evaluation(config).mixer == (Noisy(0.0), mixers.Reformer(chunk=4, redraw=False))
+    assert models.evaluation(config).mixer == (Noisy(0.0), zoo.Reformer(chunk=4, redraw=False))

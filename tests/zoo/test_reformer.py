@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, ops
-from jaxformer.models.stacks.reversible import reversible_stack
-from jaxformer.ops.attention.lsh import lsh_attention, lsh_buckets, random_rotations
+from jaxformer.zoo.reformer import attention as lsh_attention, lsh_buckets, random_rotations
+from jaxformer.zoo.reversible import reversible_stack
 from tests.witnesses import load
 
 # float64 sums of at most a hundred terms of order one; the self score of -1e5 costs five digits of a logarithm where it

@@ -1,0 +1,64 @@
+"""One file a paper: its equation as a pure function, its mixer or stack, its state in decoding, its presets.
+
+    from jaxformer.zoo import performer
+    performer.attention(query, key, value, projection)                     # the function alone, in your own code
+    ModelConfig(..., mixer=performer.Performer(features=128))              # as a part of a model
+
+The library imports none of these files by itself, and they import nothing but the library: copy one beside your
+experiment and edit it there. What several of them share is in `visible.py`, `frame.py` and `hash_buckets.py`.
+"""
+
+import importlib
+from typing import Any
+
+# what an option may name, and the file that has it
+OFFERED = {
+    "Efficient": "efficient_attention",
+    "Performer": "performer",
+    "Linformer": "linformer",
+    "Reformer": "reformer",
+    "LocalChunks": "local_chunks",
+    "Longformer": "longformer",
+    "BigBird": "bigbird",
+    "Reversible": "reversible",
+    "qk_norm": "qk_norm",
+    "qk_norm_full": "qk_norm",
+    "gated": "gated",
+    "differential": "differential",
+    "sigmoid": "sigmoid",
+    "value_residual": "value_residual",
+    "temperature": "temperature",
+    "inverse_depth_scale": "temperature",
+}
+PRESETS_OF = {
+    "longformer": ("longformer_base", "longformer_base_mlm", "longformer_large"),
+    "bigbird": ("bigbird_base", "bigbird_base_pretraining", "bigbird_large"),
+    "linformer": ("linformer_base",),
+    "performer": ("performer_base",),
+    "reformer": ("reformer_enwik8",),
+}
+OFFERED |= {name: file for file, names in PRESETS_OF.items() for name in names}
+_CLASSES = {name: file for name, file in OFFERED.items() if name[0].isupper()} | {"Linear": "linear_attention"}
+_FILES = {*OFFERED.values(), "linear_attention", "hash_buckets", "frame", "visible"}
+
+
+def __getattr__(name: str) -> Any:
+    """A file of this package, or a class of one, when it is first asked for. `PRESETS`: all models, also the trunk's."""
+    if name in _FILES:
+        return importlib.import_module(f"jaxformer.zoo.{name}")
+    if name in _CLASSES:
+        return getattr(importlib.import_module(f"jaxformer.zoo.{_CLASSES[name]}"), name)
+    if name == "PRESETS":
+        return _presets()
+    raise AttributeError(f"module 'jaxformer.zoo' has no attribute {name!r}")
+
+
+def _presets() -> dict[str, Any]:
+    """Every preset by name."""
+    from jaxformer.models.presets import PRESETS
+
+    found = dict(PRESETS)
+    for file, names in PRESETS_OF.items():
+        module = importlib.import_module(f"jaxformer.zoo.{file}")
+        found |= {name: getattr(module, name) for name in names}
+    return found

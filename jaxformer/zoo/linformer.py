@@ -1,0 +1,87 @@
+"""Keys and values summed to a few rows by trained matrices: Wang et al. 2020, arXiv:2006.04768."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.nn.initializers import normal
+from jaxtyping import Float
+
+from jaxformer import ops
+from jaxformer.masks import Mask
+from jaxformer.models.config import ModelConfig, require_numbers
+from jaxformer.models.layer import Mixer
+from jaxformer.models.mixers.attention import attention_spec
+from jaxformer.models.presets import roberta_base
+from jaxformer.ops.einsum import cpu_barrier, einsum
+from jaxformer.params import Spec
+from jaxformer.zoo.frame import approximation, options
+from jaxformer.zoo.visible import visibility
+
+
+@jax.named_scope("linformer_attention")
+def attention(
+    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"],
+    key_projection: Float[Array, "L R"] | Float[Array, "K L R"],
+    value_projection: Float[Array, "L R"] | Float[Array, "K L R"] | None = None, *, mask: Mask | None = None,
+    scale: float | None = None, dropout_rate: float = 0.0, dropout_key: Array | None = None,
+) -> Float[Array, "B T N Hv"]:  # fmt: skip
+    """softmax(q (E^T k)^T * scale) F^T v. Wang et al. 2020, arXiv:2006.04768, eq. 7.
+
+    E is `key_projection` and F `value_projection` (None: F = E), from L >= S positions to R rows, of which a sequence takes
+    the first S; for all heads or for each. `mask` may be `full()`, `lengths(...)` and `segments(ids)` with one segment a row;
+    a row with several is NaN, because traced ids cannot be refused. Padding yields zeros. NotImplementedError otherwise.
+    """
+    view = visibility(mask, query.shape[1], key.shape[1], "linformer_attention", takes_causal=False)
+    value_projection = key_projection if value_projection is None else value_projection
+    key, value = _reduce(key, key_projection, view.keys), _reduce(value, value_projection, view.keys)
+    shown = view.queries[:, :, None, None]
+    query = jnp.where(shown, query, 0)
+    out: Any = ops.attention(query, key, value, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key)
+    return view.refuse_several(jnp.where(shown, out, 0))
+
+
+def _reduce(x, projection, shown):
+    """E^T x, `[B, S, K, H]` to `[B, R, K, H]`, without the positions that are padding."""
+    S = x.shape[1]
+    x = jnp.where(shown[:, :, None, None], x, 0)
+    if projection.ndim == 2:
+        reduced = jnp.moveaxis(einsum("bskh,sr->bkhr", x, projection[:S]), -1, 1)
+    else:
+        reduced = jnp.moveaxis(einsum("bskh,ksr->kbhr", x, projection[:, :S]), (0, -1), (2, 1))
+    # XLA:CPU would fold the transposition into attention's 16-bit products, and then has no kernel for them
+    return cpu_barrier(reduced)
+
+
+@dataclass(frozen=True)
+class Linformer:
+    """Keys and values summed to `rank` rows by trained E and F: Wang et al. 2020, arXiv:2006.04768. Masks: full()."""
+
+    rank: int = 256  # rows of keys and values that remain
+    # headwise: E and F of each layer for all its heads; key_value: F = E; layerwise: one E = F for all layers
+    sharing: Literal["headwise", "key_value", "layerwise"] = "headwise"
+
+    __post_init__ = require_numbers(rank=1)
+
+    def __call__(self, config: ModelConfig) -> Mixer:
+        matrix = Spec((config.context_length, self.rank), ("length", None), normal(self.rank**-0.5), ("length",))
+        names = ("key_projection", "value_projection") if self.sharing == "headwise" else ("key_projection",)
+        projections = dict.fromkeys(names, matrix)
+        in_layer, shared = ({}, projections) if self.sharing == "layerwise" else (projections, None)
+
+        def mix(params, context, **heads):
+            matrices = {name: (params if in_layer else context.shared)[name] for name in names}
+            return attention(**heads, **matrices, **options(config, context))
+
+        return approximation(self, config, mix, attention_spec(config) | in_layer, shared=shared)
+
+    def share_of_weight(self, config: ModelConfig) -> float:
+        """How many numbers of E and F one token is multiplied with: a row for each feature of its keys and values."""
+        uses = {"headwise": 1, "key_value": 2, "layerwise": 2 * config.num_layers}[self.sharing]
+        return uses * config.kv_heads * config.head_size / config.context_length
+
+
+# Wang et al. 2020, arXiv:2006.04768, section 5: RoBERTa's base with 512 keys seen as 256, E and F shared by heads
+linformer_base = replace(roberta_base, mixer=Linformer(256), attention_dropout_rate=0.0)

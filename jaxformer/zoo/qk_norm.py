@@ -1,0 +1,47 @@
+"""Queries and keys with a norm before their product: Henry et al. 2020, arXiv:2010.04245.
+
+A variant of attention is a function `config -> Mixer`: `mixer=qk_norm`. It decodes with the cache. To use two variants at once,
+write a function in your experiment file:
+
+    def normed_and_gated(config):
+        extra = qk_norm(config).spec | gated(config).spec
+        return attention(config, extra=extra, prepare=partial(normalize, config), finish=gate)
+"""
+
+from functools import partial
+
+from jax.nn.initializers import ones
+
+from jaxformer import ops
+from jaxformer.models.config import ModelConfig
+from jaxformer.models.layer import Context, Mixer
+from jaxformer.models.mixers.attention import Heads, attention
+from jaxformer.params import Spec, Tree
+
+
+def qk_norm(config: ModelConfig) -> Mixer:
+    """RMSNorm of each head of queries and keys before the rotation, one scale `[H]`: Qwen3. Henry 2020, arXiv:2010.04245."""
+    scale = Spec((config.head_size,), ("head",), ones)
+    return _normalized(config, scale, scale)
+
+
+def qk_norm_full(config: ModelConfig) -> Mixer:
+    """The same over all heads at once, with scales `[N, H]` and `[K, H]`. OLMo 2 (OLMo et al. 2024, arXiv:2501.00656)."""
+    scale = lambda heads, axis: Spec((heads, config.head_size), (axis, "head"), ones)
+    return _normalized(config, scale(config.num_heads, "heads"), scale(config.kv_heads, "kv_heads"))
+
+
+def _normalized(config: ModelConfig, query: Spec, key: Spec) -> Mixer:
+    extra = {"query_norm": {"scale": query}, "key_norm": {"scale": key}}
+    return attention(config, extra=extra, prepare=partial(normalize, config))
+
+
+def normalize(config: ModelConfig, params: Tree, heads: Heads, context: Context) -> Heads:
+    """`prepare` of `qk_norm` and `qk_norm_full`: the mean square is taken over the axes that the scale has."""
+
+    def normed(x, scale):
+        rows = x.reshape(*x.shape[: x.ndim - scale.ndim], -1)
+        return ops.rms_norm(rows, scale.reshape(-1), config.norm_eps).reshape(x.shape)
+
+    query, key = normed(heads.query, params["query_norm"]["scale"]), normed(heads.key, params["key_norm"]["scale"])
+    return heads._replace(query=query, key=key)

@@ -1,0 +1,37 @@
+"""A sigmoid of each score instead of the softmax: Ramapuram et al. 2024, arXiv:2409.04431."""
+
+import math
+
+import jax
+
+from jaxformer.models.config import ModelConfig
+from jaxformer.models.layer import Mixer
+from jaxformer.models.mixers.attention import attention
+from jaxformer.ops.attention.call import Call, dropout_seed
+from jaxformer.ops.attention.reference import reference
+from jaxformer.ops.positions import bias_between
+
+
+def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
+    """sigmoid(scores + bias) instead of the softmax. Ramapuram et al. 2024, arXiv:2409.04431.
+
+    `bias` is -log(context_length) by default: with the number of keys at hand, decoding and packed rows would be another
+    model. NotImplementedError for another `attention_implementation` than the reference.
+    """
+    if (name := config.attention_implementation) not in (None, "reference"):
+        raise NotImplementedError(f"{name}: no sigmoid attention; attention_implementation='reference' has it")
+    bias = -math.log(config.context_length) if bias is None else bias
+
+    def attend(
+        params, context, query, key, value, *, mask, return_weights, implementation, scale, dropout_rate, dropout_key, **options
+    ):
+        if {"bias", "positions"} <= options.keys():  # in a cache each row has positions of its own
+            options["bias"] = bias_between(options["bias"], *options["positions"])
+        call = Call(
+            mask=mask.sized(key.shape[1]), scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key), **options,
+        )  # fmt: skip
+        out, weights = reference(query, key, value, call, lambda scores, sinks: jax.nn.sigmoid(scores + bias))
+        return (out, weights) if return_weights else out
+
+    return attention(config, attend=attend)

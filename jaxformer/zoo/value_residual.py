@@ -1,0 +1,28 @@
+"""Values mixed with those of the first layer: Zhou et al. 2024, arXiv:2410.17897."""
+
+import jax.numpy as jnp
+from jax.nn.initializers import constant
+
+from jaxformer.models.config import ModelConfig
+from jaxformer.models.layer import Context, Mixer
+from jaxformer.models.mixers.attention import Heads, attention
+from jaxformer.params import Spec
+
+
+def value_residual(config: ModelConfig) -> Mixer:
+    """Values mixed with those of the first layer, V <- a V_1 + b V with learned a and b a layer, 1/2 at first: ResFormer.
+
+    Zhou et al. 2024, arXiv:2410.17897. The first layer keeps its values; its two numbers are not used.
+    """
+
+    def prepare(params, heads: Heads, context: Context) -> Heads:
+        value, is_first = heads.value, context.layer == 0
+        first = jnp.where(is_first, value, context.memo["value"])
+        wide = jnp.promote_types(value.dtype, jnp.float32)
+        a, b = params["value_mix"].astype(wide)
+        mixed = (a * first.astype(wide) + b * value.astype(wide)).astype(value.dtype)
+        return heads._replace(value=jnp.where(is_first, value, mixed), memo={"value": first})
+
+    first = lambda x: {"value": jnp.zeros((*x.shape[:2], config.kv_heads, config.head_size), x.dtype)}
+    mixer = attention(config, extra={"value_mix": Spec((2,), (None,), constant(0.5))}, prepare=prepare)
+    return mixer._replace(memo=first)
