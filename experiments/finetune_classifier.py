@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from experiments.bert_pretrain import CLS, SEP, VOCABULARY, docstrings, experiment as pretraining
-from jaxformer import params
+from jaxformer import families, params
 from jaxformer.data import tokenizers
 from jaxformer.data.labelled import LabelledTexts
 from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.metric import Evaluation
-from jaxformer.interop import huggingface
+from jaxformer.families.initial import HuggingFace
 from jaxformer.models import Classification
 from jaxformer.runs.run import open_run
 from jaxformer.runs.start import from_text
@@ -43,11 +43,12 @@ class Pretrained:
 
     def __call__(self, spec, key):
         is_run = (Path(self.path) / "checkpoints").is_dir()
-        found = open_run(self.path).params if is_run else huggingface.load(self.path).params
+        found = open_run(self.path).params if is_run else families.load(self.path).params
         return params.init(spec, key) | {name: tree for name, tree in found.items() if name != "heads"}
 
     def differences(self, model):
-        return [line for line in from_text(self.path).differences(model) if not line.startswith("heads")]
+        start = from_text(self.path) or HuggingFace(self.path)
+        return [line for line in start.differences(model) if not line.startswith("heads")]
 
 
 @functools.lru_cache(maxsize=1)

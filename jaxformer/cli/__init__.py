@@ -151,7 +151,8 @@ def train(argv: list[str]) -> int:
         check_host(options.runs, options.jax)
         try:
             refresh, reports = report.refresh, [report.run_report]
-            loop.train(experiment, options.runs, source, reports, refresh, began=goodput.program_began())
+            began = goodput.program_began()
+            loop.train(experiment, options.runs, source, reports, refresh, began, weights_of)
         except (NonFinite, Interrupted) as error:
             return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
         except RuntimeError as error:
@@ -165,6 +166,13 @@ def train(argv: list[str]) -> int:
         return 0
 
     return _together(body)
+
+
+def weights_of(text: str) -> Callable:
+    """The weights of Hugging Face that an `initial` of an experiment names."""
+    from jaxformer.families.initial import HuggingFace
+
+    return HuggingFace(text)
 
 
 def tokens(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ log = logging.getLogger("jaxformer")
 
 # module, before and now
 MODULES = {
+    "jaxformer.interop.huggingface": "jaxformer.families",
     "jaxformer.analysis": "jaxformer.tools.analysis",
     "jaxformer.planning": "jaxformer.tools.planning",
     "jaxformer.training.augment": "jaxformer.data.augment",
@@ -36,7 +37,8 @@ MODULES = {
 # single names that left a module, or whose module was divided: the full name before, the module now
 NAMES = {
     "jaxformer.training.FromRun": "jaxformer.runs.initial",
-    "jaxformer.training.HuggingFace": "jaxformer.runs.initial",
+    "jaxformer.training.HuggingFace": "jaxformer.families.initial",
+    "jaxformer.training.initial.HuggingFace": "jaxformer.families.initial",
     "jaxformer.training.run.continues_text": "jaxformer.models.heads",
     "jaxformer.training.metrics.numbers": "jaxformer.evaluation.metric",
     "jaxformer.training.objectives.Batch": "jaxformer.objectives.objective",
@@ -70,9 +72,9 @@ NAMES = {
     "jaxformer.ops.attention.linear.linformer_attention": "jaxformer.zoo.linformer",
     "jaxformer.ops.lsh_attention": "jaxformer.zoo.reformer",
     "jaxformer.ops.attention.lsh.lsh_attention": "jaxformer.zoo.reformer",
-    "jaxformer.ops.random_rotations": "jaxformer.zoo.reformer",
-    "jaxformer.ops.attention.lsh.random_rotations": "jaxformer.zoo.reformer",
-    "jaxformer.ops.attention.lsh.lsh_buckets": "jaxformer.zoo.reformer",
+    "jaxformer.ops.random_rotations": "jaxformer.zoo.hash_buckets",
+    "jaxformer.ops.attention.lsh.random_rotations": "jaxformer.zoo.hash_buckets",
+    "jaxformer.ops.attention.lsh.lsh_buckets": "jaxformer.zoo.hash_buckets",
     "jaxformer.ops.longformer_attention": "jaxformer.zoo.longformer",
     "jaxformer.ops.attention.sparse.longformer_attention": "jaxformer.zoo.longformer",
     "jaxformer.ops.bigbird_attention": "jaxformer.zoo.bigbird",

@@ -1,10 +1,12 @@
-"""Models and weights of other libraries. `interop.huggingface` loads and saves checkpoints, `interop.flax` wraps modules,
-`interop.export` writes the forward pass for programs that do not have this package."""
+"""Models of other libraries: `flax` wraps modules, `export` writes the forward pass for programs without this package.
+
+`safetensors` reads and writes files of tensors. Hugging Face checkpoints are in `families`.
+"""
 
 import importlib
 
 
 def __getattr__(name: str):
-    if name in ("export", "flax", "huggingface", "safetensors"):
+    if name in ("export", "flax", "safetensors"):
         return importlib.import_module(f"jaxformer.interop.{name}")
     raise AttributeError(f"module 'jaxformer.interop' has no attribute {name!r}")

@@ -1,11 +1,11 @@
 """A run: its loop, and everything that it writes and that survives it.
 
-`from jaxformer.runs import open_run, train, FromRun, HuggingFace`; each module loads on first use.
+`from jaxformer.runs import open_run, train, FromRun`; each module loads on first use.
 """
 
 import importlib
 
-_HOMES = {"open_run": "run", "train": "loop", "FromRun": "initial", "HuggingFace": "initial"}
+_HOMES = {"open_run": "run", "train": "loop", "FromRun": "initial"}
 
 
 def __getattr__(name: str):

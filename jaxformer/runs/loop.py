@@ -95,13 +95,15 @@ Report = Callable[[Result, Sequence[dict]], str | None]
 def train(
     experiment: Experiment, runs: epath.PathLike = "runs", source: Source | None = None, reports: Sequence[Report] = (),
     refresh: Callable[[RunFolder], Any] | None = None, began: float | None = None,
+    weights_of: Callable[[str], Callable] | None = None,
 ) -> Result:  # fmt: skip
     """Trains `experiment` in its folder under `runs` (gs://... too), from the newest good checkpoint if there is one.
 
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. `source` is the experiment's file, which the folder keeps. `refresh` is called after each evaluation
     with the folder, `reports` at the end with the result and the records: they return a line to print. `began` is when the
-    program began, by `time.monotonic`: now, by default. Raises ConfigError for what the user can mend, NonFinite when the
+    program began, by `time.monotonic`: now, by default. `weights_of(text)` reads an `initial` that is a text and names no run
+    of ours. Raises ConfigError for what the user can mend, NonFinite when the
     numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one writes.
     """
     folder, began = run_folder(experiment, runs), time.monotonic() if began is None else began
@@ -133,7 +135,7 @@ def train(
 
         def begin():
             watchdog.phase("the first parameters", patience=math.inf)  # they may have to be downloaded
-            params = first_params(experiment.initial, experiment.model, recipe, runs)
+            params = first_params(experiment.initial, experiment.model, recipe, runs, weights_of)
             watchdog.phase("the first state")
             return params
 

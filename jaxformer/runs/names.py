@@ -36,6 +36,7 @@ _OF_MODELS = {
 }
 _TRUNK = models.PRESETS | {name: value for module, names in _OF_MODELS.items() for name, value in _of(module, names).items()}
 MODEL: Mapping[str, Any] = ChainMap(_TRUNK, Offered("jaxformer.zoo"))  # type: ignore[arg-type]
+HUGGING_FACE: Any = Offered("jaxformer.families", {"HuggingFace": "initial"})
 ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
 NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL, "mixer": Offered("jaxformer.zoo", {"Linear": "linear_attention"}),
@@ -48,7 +49,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
         objectives,
         "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence PrefixLanguageModel SpanCorruption",
     ) | _of(augment, "Flip Crop ResizedCrop Move"),
-    "initial": _of(initial, "FromRun HuggingFace"), "adaptation": _of(adaptation, "Lora"),
+    "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE), "adaptation": _of(adaptation, "Lora"),
     "metrics": _of(generation, "Generated") | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
     | _of(perplexity, "StridedPerplexity") | ANSWERS,
     "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample} | ANSWERS,

@@ -14,7 +14,7 @@ from jaxformer import models, params
 from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import Mesh
-from jaxformer.runs.initial import FromRun, HuggingFace
+from jaxformer.runs.initial import FromRun
 from jaxformer.runs.run import open_run
 from jaxformer.runs.run_folder import runs_of
 from jaxformer.training.recipe import Recipe
@@ -22,8 +22,8 @@ from jaxformer.training.recipe import Recipe
 log = logging.getLogger("jaxformer")
 
 
-def from_text(text: str, runs: epath.PathLike = "runs") -> FromRun | HuggingFace:
-    """What a text names: a run by its folder or its name in `runs`, an experiment's newest run, or Hugging Face weights."""
+def from_text(text: str, runs: epath.PathLike = "runs") -> FromRun | None:
+    """The run that a text names: by its folder, by its name in `runs`, or an experiment's newest one. None: no run of ours."""
     path = epath.Path(text).expanduser()
     if storage.is_dir(path / "checkpoints"):
         return FromRun(text)
@@ -35,23 +35,31 @@ def from_text(text: str, runs: epath.PathLike = "runs") -> FromRun | HuggingFace
             log.info("initial=%s: the newest run is %s", text, found[-1])
             return FromRun(str(found[-1]))
     if storage.is_file(path / "config.json") or not storage.exists(path):
-        return HuggingFace(text)
+        return None
     raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
 
 
 def first_params(
-    initial: Callable | str | os.PathLike | None, model: Any, recipe: Recipe, runs: epath.PathLike = "runs"
-) -> params.Tree:
+    initial: Callable | str | os.PathLike | None, model: Any, recipe: Recipe, runs: epath.PathLike = "runs",
+    weights_of: Callable[[str], Callable] | None = None,
+) -> params.Tree:  # fmt: skip
     """The parameters that train, from `initial` (None: random), with factors as declared. ConfigError for wrong shapes.
 
-    Shapes do not tell the base of a rotation, a mask or an activation: a warning names the fields that differ.
+    `weights_of(text)` reads a text that names no run of ours. Shapes do not tell the base of a rotation, a mask or an
+    activation: a warning names the fields that differ.
     """
     if initial is None:
         return None
     model_spec = models.spec(model)
     key, start = params.random_key(recipe.seed), initial
     if isinstance(start, str | os.PathLike):
-        start = from_text(os.fspath(start), runs)
+        text = os.fspath(start)
+        start = from_text(text, runs)
+        if start is None and weights_of is None:
+            raise ConfigError(
+                f"initial={text}: no run of that name; weights of Hugging Face are families.HuggingFace({text!r})"
+            )
+        start = start or weights_of(text)  # type: ignore[misc]
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), _read(start, model_spec, key))
     if problem := params.mismatch(model_spec, tree):
         raise ConfigError(f"initial={initial}: parameter {problem}; give the model the sizes and heads of those weights")

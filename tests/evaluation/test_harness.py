@@ -216,7 +216,7 @@ def gpt2(tmp_path_factory):
     import transformers
     from lm_eval.models.huggingface import HFLM
 
-    from jaxformer.interop import huggingface
+    from jaxformer import families
 
     folder = tmp_path_factory.mktemp("gpt2")
     words = tokenizers.BPE.train(" ".join(f"{context} {new}" for context, new in TEXTS) * 3, 300)
@@ -231,7 +231,7 @@ def gpt2(tmp_path_factory):
     )  # fmt: skip
     theirs_model = transformers.GPT2LMHeadModel(config).eval()
     theirs_model.save_pretrained(folder / "model")
-    ours = huggingface.load(folder / "model")
+    ours = families.load(folder / "model")
     lm = harness.model(ours.config, ours.params, words, end=ours.tokens.eos, prefix=ours.tokens.bos, rows=4)
     return HFLM(theirs_model, tokenizer=theirs, batch_size=3, device="cpu"), lm, words
 

@@ -173,13 +173,14 @@ def weights(data: bytes) -> None:
 
 def hugging_face(data: bytes) -> None:
     """A folder with weights of other names; its config.json is damaged."""
-    from jaxformer.interop import huggingface, safetensors
+    from jaxformer import families
+    from jaxformer.interop import safetensors
 
     folder = scratch() / "hugging_face"
     folder.mkdir(exist_ok=True)
     (folder / safetensors.SINGLE).write_bytes(WEIGHTS)
     (folder / "config.json").write_bytes(data)
-    huggingface.load(folder)
+    families.load(folder)
 
 
 def tokenizer(path: Path) -> None:

@@ -1,7 +1,7 @@
 """Mistakes that a model or its loader might make, each tried on the golden models: the tests must see every one.
 
 `python -m tests.golden.mutations [NAME ...]` prints how far each carries the outputs from the witness, and ends with 1 if
-one stays within the tolerance of tests/interop/test_huggingface.py. A mistake is a function of a loaded (config, params)
+one stays within the tolerance of tests/families/test_huggingface.py. A mistake is a function of a loaded (config, params)
 or of a family's rules. What no output can show (a key bias: softmax does not see what it adds to all keys) must be seen in
 the file that `save` writes of it; what cannot be loaded at all is seen, too.
 """
@@ -23,9 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jaxformer import masks, models, zoo
+from jaxformer import families, masks, models, zoo
 from jaxformer.errors import ConfigError
-from jaxformer.interop import huggingface
 from jaxformer.masks import causal, full, window
 from jaxformer.models import (
     Classification,
@@ -41,7 +40,7 @@ from jaxformer.models.mixture import Mixture
 from jaxformer.ops.positions import Rope
 from jaxformer.params import paths
 from tests import golden
-from tests.interop import golden_runs as runs
+from tests.families import golden_runs as runs
 
 TOLERANCE = 2e-5  # that of the tests
 NAMES = [
@@ -116,7 +115,7 @@ def other_mask(mask: masks.Mask) -> masks.Mask:
 
 
 def widened(mask: masks.Mask, step: int) -> masks.Mask:
-    from jaxformer.interop.huggingface.decoders import left_window
+    from jaxformer.families.llama import left_window
 
     width = left_window(mask)
     return mask if width is None else causal() & window(width - 1 + step)
@@ -391,7 +390,7 @@ def outcomes(name: str) -> list[Outcome]:
     """Every mistake that applies to a golden model, and what became of it."""
     kept = golden.witness(name)
     folder = golden.folder(name)
-    checkpoint = huggingface.load(folder)
+    checkpoint = families.load(folder)
     config, params = checkpoint.config, checkpoint.params
     run = jax.jit(lambda params: runs.answers(config, params, kept))
     right = max(runs.misses(run(params), kept).values())
@@ -432,7 +431,7 @@ def outcomes(name: str) -> list[Outcome]:
         record(mistake, lambda called=called, options=options: runs.answers(config, params, called, **options))
     for mistake, answer in of_ties(config, params, kept):
         record(mistake, answer)
-    family = huggingface.FAMILIES[golden.config(name)["model_type"]]
+    family = families.FAMILIES[golden.config(name)["model_type"]]
     for mistake, change in of_rules(rules := family.rules(config)):
         if list(map(change, rules)) == rules and "left out" not in mistake:
             continue
@@ -440,11 +439,11 @@ def outcomes(name: str) -> list[Outcome]:
         def answer(change=change):
             rules = lambda config: list(map(change, family.rules(config)))
             kind = golden.config(name)["model_type"]
-            huggingface.FAMILIES[kind] = family._replace(rules=rules)
+            families.FAMILIES[kind] = family._replace(rules=rules)
             try:
-                return run(huggingface.load(folder).params)
+                return run(families.load(folder).params)
             finally:
-                huggingface.FAMILIES[kind] = family
+                families.FAMILIES[kind] = family
 
         if "left out" not in mistake:
             record(mistake, answer)
@@ -453,11 +452,11 @@ def outcomes(name: str) -> list[Outcome]:
             def answer_without():
                 kind = golden.config(name)["model_type"]
                 bare = lambda c, names: replace(family.read(c, names), use_bias="value|out|up|down|norm|patches")
-                huggingface.FAMILIES[kind] = family._replace(read=bare)
+                families.FAMILIES[kind] = family._replace(read=bare)
                 try:
-                    return run(huggingface.load(folder).params)
+                    return run(families.load(folder).params)
                 finally:
-                    huggingface.FAMILIES[kind] = family
+                    families.FAMILIES[kind] = family
 
             record(mistake, answer_without)
     return found
@@ -482,8 +481,8 @@ def of_ties(config, params, kept) -> Iterator[tuple[str, Callable]]:
 def differs(folder: Path, config, params) -> bool:
     """Whether the file that `save` writes is another than the one it was loaded from."""
     with tempfile.TemporaryDirectory() as beside:
-        checkpoint = replace(huggingface.load(folder), config=config, params=params, model_type=None)
-        huggingface.save(Path(beside) / "saved", checkpoint)
+        checkpoint = replace(families.load(folder), config=config, params=params, model_type=None)
+        families.save(Path(beside) / "saved", checkpoint)
         ours, theirs = runs.tensors(Path(beside) / "saved"), runs.tensors(folder)
     return any(not np.array_equal(ours[key], array) for key, array in theirs.items())
 

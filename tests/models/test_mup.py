@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxformer import models, params, zoo
+from jaxformer import families, models, params, zoo
 from jaxformer.errors import ConfigError
-from jaxformer.interop import huggingface
 from jaxformer.models import EncoderDecoder, LanguageModel, Mixture, ModelConfig, MuP
 from jaxformer.models.adaptation import Lora
 from jaxformer.training import optimizers
@@ -186,4 +185,4 @@ def test_a_file_of_another_library_cannot_say_a_factor_of_tied_logits(tmp_path):
     config = replace(wide(zoo.PRESETS["gpt2_small"], 1), num_layers=1, vocab_size=64, context_length=16, num_heads=2)
     config = replace(config, d_model=32, head_width=None, init_std=MuP(16))
     with pytest.raises(ConfigError, match="no family"):
-        huggingface.save(tmp_path, huggingface.Checkpoint(config, models.init(config, jax.random.key(0))))
+        families.save(tmp_path, families.Checkpoint(config, models.init(config, jax.random.key(0))))

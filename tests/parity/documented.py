@@ -25,11 +25,10 @@ import torch
 import transformers
 from transformers.activations import ACT2FN
 
-from jaxformer import models
+from jaxformer import families, models
 from jaxformer.errors import ConfigError
-from jaxformer.interop import huggingface
+from tests.families import calls
 from tests.golden.write import EXACT, redraw
-from tests.interop import calls
 
 FAMILIES = {
     "bert": "Bert", "big_bird": "BigBird", "gpt2": "GPT2", "llama": "Llama", "longformer": "Longformer",
@@ -282,7 +281,7 @@ def compare(drawn: Drawn) -> tuple[str, str]:
     folder = Path(tempfile.mkdtemp())
     drawn.model.save_pretrained(folder / "theirs")
     try:
-        checkpoint = huggingface.load(folder / "theirs")
+        checkpoint = families.load(folder / "theirs")
     except ConfigError as error:
         names = {*drawn.settings, *(drawn.settings.get("rope_parameters") or {}), drawn.kind.__name__}
         named = any(name in str(error) for name in names)
@@ -290,7 +289,7 @@ def compare(drawn: Drawn) -> tuple[str, str]:
     try:
         if how := difference(drawn, checkpoint):
             return "wrong", how
-        huggingface.save(folder / "ours", checkpoint)
+        families.save(folder / "ours", checkpoint)
         again = drawn.kind.from_pretrained(folder / "ours", **exact(drawn.model.config.model_type)).eval()
         again = run(again.to(drawn.model.dtype), drawn.call)
         for name, theirs in drawn.outputs.items():  # an activation may be saved under the other of its names
@@ -303,7 +302,7 @@ def compare(drawn: Drawn) -> tuple[str, str]:
     return "computed", ""
 
 
-def difference(drawn: Drawn, checkpoint: huggingface.Checkpoint) -> str | None:
+def difference(drawn: Drawn, checkpoint: families.Checkpoint) -> str | None:
     """The first output that is another than theirs, in words."""
     output = answer(drawn, checkpoint)
     for name, theirs in drawn.outputs.items():
@@ -325,7 +324,7 @@ def difference(drawn: Drawn, checkpoint: huggingface.Checkpoint) -> str | None:
     return None
 
 
-def answer(drawn: Drawn, checkpoint: huggingface.Checkpoint) -> models.Output:
+def answer(drawn: Drawn, checkpoint: families.Checkpoint) -> models.Output:
     """Our output, with the rotations that a Reformer drew."""
     constants = rotations(drawn.model.config, checkpoint.config)
     if constants is None:

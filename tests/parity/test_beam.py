@@ -46,7 +46,7 @@ def both(name):
 
     import transformers
 
-    from jaxformer.interop import huggingface
+    from jaxformer import families
     from tests.golden.write import EXACT, redraw, tensors
 
     kind = getattr(transformers, name)
@@ -59,7 +59,7 @@ def both(name):
     model.generation_config = transformers.GenerationConfig(pad_token_id=PAD, bos_token_id=START, **start)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        checkpoint = huggingface.load(folder)
+        checkpoint = families.load(folder)
     return model, checkpoint.config, checkpoint.params
 
 

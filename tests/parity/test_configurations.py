@@ -25,8 +25,7 @@ def test_rotations_that_read_the_length_with_a_cache(kind, tmp_path):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from jaxformer import decoding, models
-    from jaxformer.interop import huggingface
+    from jaxformer import decoding, families, models
     from tests.golden.write import EXACT, redraw
 
     sizes = dict(vocab_size=31, hidden_size=18, intermediate_size=15, num_hidden_layers=2, num_attention_heads=3)
@@ -34,7 +33,7 @@ def test_rotations_that_read_the_length_with_a_cache(kind, tmp_path):
     model = LlamaForCausalLM(config).eval()
     redraw(model, 0)
     model.save_pretrained(tmp_path)
-    checkpoint = huggingface.load(tmp_path)
+    checkpoint = families.load(tmp_path)
     ours, params = checkpoint.config, checkpoint.params
     tokens = np.random.default_rng(0).integers(0, 31, (2, 14))
     step = jax.jit(lambda params, tokens, cache: models.apply(ours, params, tokens, cache=cache))
@@ -69,7 +68,7 @@ CLASSES = ["GPT2", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Reformer"]
 def test_every_field_is_read_or_changes_nothing(name):
     import transformers
 
-    from jaxformer.interop import huggingface
+    from jaxformer import families
 
     class Recorded(dict):
         def __getitem__(self, key):
@@ -88,7 +87,7 @@ def test_every_field_is_read_or_changes_nothing(name):
         {"use_sliding_window": True, "sliding_window": 4, "layer_types": None},
     ):
         architecture = {"architectures": [f"{name}Model"]}
-        huggingface.FAMILIES[config.model_type].read(Recorded(config.to_dict() | architecture | changed), ())
+        families.FAMILIES[config.model_type].read(Recorded(config.to_dict() | architecture | changed), ())
     declared = {field for one in kind.__mro__ if one.__name__ == f"{name}Config" for field in one.__annotations__}
     declared -= {"model_type", "keys_to_ignore_at_inference", "attribute_map", "default_theta"}
     declared = {field for field in declared if not field.startswith(("base_model_", "_"))}
@@ -100,7 +99,7 @@ def test_every_activation_without_parameters_is_computed():
     import torch
     from transformers.activations import ACT2FN
 
-    from jaxformer.interop.huggingface.tables import ACTIVATION
+    from jaxformer.families.settings import ACTIVATION
     from jaxformer.ops.feedforward import ACTIVATIONS as OURS
 
     assert ACT2FN.keys() - ACTIVATION.keys() == {"prelu", "xielu", "sqrtsoftplus"}  # trained; a router's

@@ -50,9 +50,9 @@ def test_float32_answers_as_the_witness_does(name):
 @pytest.mark.filterwarnings("default")  # theirs
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_saved_by_us_opens_in_transformers(name, tmp_path):
-    from jaxformer.interop import huggingface
+    from jaxformer import families
 
-    huggingface.save(tmp_path / "ours", huggingface.load(golden.folder(name)))
+    families.save(tmp_path / "ours", families.load(golden.folder(name)))
     answered, warned = _answers(golden.folder(name), name, True)
     ours, warned_of_ours = _answers(tmp_path / "ours", name, True)
     assert set(warned_of_ours) <= set(warned)  # of every T5 with its own head transformers warns, its own files too

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,21 +12,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxformer import config, masks, models, params
+from jaxformer import config, families, masks, models, params
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
-from jaxformer.interop import huggingface
+from jaxformer.families import HuggingFace
 from jaxformer.models import Classification, ModelConfig
 from jaxformer.ops.positions import Rope
-from jaxformer.runs import run
+from jaxformer.runs import run, start as starts
 from jaxformer.runs.initial import FromRun
 from jaxformer.runs.loop import train
-from jaxformer.runs.start import first_params
 from jaxformer.training import Constant, Experiment
 from jaxformer.training.recipe import build
 from jaxformer.training.step import init_state
 from tests.tiny import furnish
 
+first_params = partial(starts.first_params, weights_of=HuggingFace)
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden_run"
 OF_GOLDEN = ModelConfig(256, 2, 8, 2, 16)
 LLAMA = ModelConfig(
@@ -57,7 +58,7 @@ def begin(initial, model, caplog):
     hit="theta, norm_eps and the scale of scores changed without a word",
 )  # fmt: skip
 def test_weights_of_another_config_are_told(tmp_path, caplog):
-    huggingface.save(tmp_path / "a", huggingface.Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"))
+    families.save(tmp_path / "a", families.Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"))
     other = replace(LLAMA, positions=Rope(1e4), norm_eps=1e-3, attention_scale=1.0)
     tree, said = begin(tmp_path / "a", other, caplog)
     assert jax.tree.all(jax.tree.map(np.array_equal, tree, drawn(LLAMA)))
@@ -91,7 +92,7 @@ def test_a_run_of_another_config_is_told(tmp_path, caplog):
     right="initial parameters are all read or the run does not start: a missing tensor is named, none is random",
 )  # fmt: skip
 def test_no_initial_parameter_is_random(tmp_path):
-    huggingface.save(tmp_path / "a", huggingface.Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"))
+    families.save(tmp_path / "a", families.Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"))
     path = tmp_path / "a" / "model.safetensors"
     tensors = {f"encoder.{name}": tensor for name, tensor in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
@@ -104,7 +105,7 @@ def test_no_initial_parameter_is_random(tmp_path):
     right="weights under another head are refused with the path of the head and what to do",
 )  # fmt: skip
 def test_weights_of_another_head_are_refused(tmp_path):
-    huggingface.save(tmp_path / "a", huggingface.Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"))
+    families.save(tmp_path / "a", families.Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"))
     model = replace(LLAMA, heads=(Classification(3, pool="last", pooler=None),))
     with pytest.raises(ConfigError, match="heads/"):
         first_params(str(tmp_path / "a"), model, recipe_of(model))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxformer import decoding, masks, models, params
+from jaxformer import decoding, families, masks, models, params
 from jaxformer.decoding.filters import History
 from jaxformer.errors import ConfigError
-from jaxformer.interop import huggingface, safetensors
-from jaxformer.interop.huggingface import Checkpoint, Tokens
+from jaxformer.families import Checkpoint, Tokens
+from jaxformer.interop import safetensors
 from jaxformer.models import ModelConfig
 from jaxformer.models.presets import bert_base_mlm
 from jaxformer.ops.positions import Linear, Llama3, Rope
@@ -35,7 +35,7 @@ def drawn(config):
 def saved(folder, config=LLAMA, kind="llama", tokens=Tokens(), weights=None):
     """The folder of a model of random numbers."""
     weights = drawn(config) if weights is None else weights
-    huggingface.save(folder, Checkpoint(config, weights, tokens, model_type=kind))
+    families.save(folder, Checkpoint(config, weights, tokens, model_type=kind))
     return folder
 
 
@@ -79,11 +79,11 @@ def test_a_saved_rotation_is_found_in_both_places(positions, tmp_path):
     else:
         assert {"factor": positions.scaling.factor}.items() <= c["rope_scaling"].items()
         assert c["rope_scaling"]["rope_type"] == c["rope_scaling"]["type"] == c["rope_parameters"]["rope_type"]
-    assert huggingface.load(tmp_path / "a").config == replace(config, init_std=0.3)
+    assert families.load(tmp_path / "a").config == replace(config, init_std=0.3)
     older = change(tmp_path / "a", {}, remove=["rope_parameters"])
-    assert huggingface.read_config(older).positions == positions
+    assert families.read_config(older).positions == positions
     newer = change(saved(tmp_path / "b", config), {}, remove=["rope_scaling", "rope_theta"])
-    assert huggingface.read_config(newer).positions == positions
+    assert families.read_config(newer).positions == positions
 
 
 SCALED = {"rope_type": "linear", "factor": 2.0}
@@ -110,9 +110,9 @@ def test_a_rotation_in_two_places_is_one_rotation(places, scaling, tmp_path):
     folder = change(saved(tmp_path / "a"), places, remove=["rope_parameters", "rope_scaling", "rope_theta"])
     if isinstance(scaling, str):
         with pytest.raises(ConfigError, match=scaling):
-            huggingface.read_config(folder)
+            families.read_config(folder)
     else:
-        assert huggingface.read_config(folder).positions == Rope(5e5, scaling=scaling)
+        assert families.read_config(folder).positions == Rope(5e5, scaling=scaling)
 
 
 # What other writers write
@@ -132,10 +132,10 @@ NULLS = [
 def test_a_config_of_an_old_writer_is_read(tmp_path):
     folder = saved(tmp_path / "a")
     change(folder, dict.fromkeys(NULLS) | {"architectures": ["LLaMAForCausalLM"], "max_position_embeddings": 64.0})
-    assert huggingface.read_config(folder) == replace(LLAMA, norm_eps=1e-6, init_std=0.02)
+    assert families.read_config(folder) == replace(LLAMA, norm_eps=1e-6, init_std=0.02)
     change(folder, {"max_position_embeddings": 64.5})
     with pytest.raises(ConfigError, match="max_position_embeddings"):
-        huggingface.read_config(folder)
+        families.read_config(folder)
 
 
 @pytest.mark.report(
@@ -145,7 +145,7 @@ def test_a_config_of_an_old_writer_is_read(tmp_path):
 def test_a_null_head_width_is_the_default(kind, tmp_path):
     config = replace(LLAMA, positions=Rope(1e4))
     folder = change(saved(tmp_path / "a", config, kind), {"head_dim": None})
-    assert huggingface.read_config(folder).head_size == 4
+    assert families.read_config(folder).head_size == 4
 
 
 @pytest.mark.report(
@@ -157,7 +157,7 @@ def test_an_explicit_head_width_goes_both_ways(tmp_path):
     folder = saved(tmp_path / "a", config)
     assert settings_of(folder)["head_dim"] == 6
     assert load_file(folder / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"].shape == (12, 8)
-    again = huggingface.load(folder)
+    again = families.load(folder)
     assert again.config.head_size == 6
     assert same(again.params, drawn(config))
 
@@ -170,9 +170,9 @@ def test_the_window_is_that_of_the_upper_layers(tmp_path):
     config = replace(LLAMA, use_bias="query|key|value", masks=(masks.causal(), masks.causal() & masks.window(3)))
     folder = saved(tmp_path / "a", config, "qwen2")
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": None}
-    assert huggingface.read_config(change(folder, window)).masks == config.masks
+    assert families.read_config(change(folder, window)).masks == config.masks
     for nothing in ({"max_window_layers": 2}, {"use_sliding_window": False}):
-        assert huggingface.read_config(change(folder, window | nothing)).masks == (masks.causal(),)
+        assert families.read_config(change(folder, window | nothing)).masks == (masks.causal(),)
 
 
 # Conventions of writing
@@ -201,7 +201,7 @@ def test_the_tokens_that_a_checkpoint_never_writes(tmp_path):
         "num_beams": 6,
     }  # fmt: skip
     (folder / "generation_config.json").write_text(json.dumps(said))
-    checkpoint = huggingface.load(folder)
+    checkpoint = families.load(folder)
     rank = np.zeros(24)
     rank[[7, 8, 9, 5]] = 9, 8, 7, 6
     assert checkpoint.decoding()["stop_tokens"] == (3, 2)
@@ -209,8 +209,8 @@ def test_the_tokens_that_a_checkpoint_never_writes(tmp_path):
     assert written_by(checkpoint, rank, [1]) == 9  # suppressed at the beginning alone
     rank[9] = 0
     assert written_by(checkpoint, rank, [4]) not in (5, 7, 8)
-    huggingface.save(tmp_path / "b", checkpoint)
-    again = huggingface.load(tmp_path / "b")
+    families.save(tmp_path / "b", checkpoint)
+    again = families.load(tmp_path / "b")
     assert (again.tokens, again.generation) == (checkpoint.tokens, {"num_beams": 6})
     assert settings_of(tmp_path / "b", "generation_config.json") == said | {"eos_token_id": [3, 2]}
 
@@ -222,13 +222,13 @@ def test_the_tokens_that_a_checkpoint_never_writes(tmp_path):
 )  # fmt: skip
 @pytest.mark.thorough
 def test_a_marian_writes_no_pads(tmp_path):
-    checkpoint = huggingface.load(golden.folder("marian"))
+    checkpoint = families.load(golden.folder("marian"))
     pad = checkpoint.tokens.start
     bias = checkpoint.params["decoder"]["heads"]["language_model"]["bias"]
     checkpoint.params["decoder"]["heads"]["language_model"]["bias"] = bias.at[pad].set(1e3)
     banned = replace(checkpoint, tokens=replace(checkpoint.tokens, banned=((pad,),)))
-    huggingface.save(tmp_path / "a", banned)
-    loaded = huggingface.load(tmp_path / "a")
+    families.save(tmp_path / "a", banned)
+    loaded = families.load(tmp_path / "a")
     greedy = decoding.Sampling(temperature=0.0)
     options = dict(sources=[[5, 6, 7]], how=greedy, **loaded.decoding())
     (text,) = decoding.generate(loaded.config, loaded.params, [[pad]], 5, **options)
@@ -242,7 +242,7 @@ def test_a_marian_writes_no_pads(tmp_path):
 @pytest.mark.parametrize("name", ["t5", "marian"])
 def test_the_first_token_of_a_target_is_known(name):
     said = settings_of(golden.folder(name))["decoder_start_token_id"]
-    assert huggingface.load(golden.folder(name)).tokens.start == said
+    assert families.load(golden.folder(name)).tokens.start == said
 
 
 @pytest.mark.report(
@@ -251,9 +251,9 @@ def test_the_first_token_of_a_target_is_known(name):
 )  # fmt: skip
 def test_stop_tokens_of_the_generation_config(tmp_path):
     folder = saved(tmp_path / "a", tokens=Tokens(eos=(2,)))
-    assert huggingface.load(folder).tokens.eos == (2,)
+    assert families.load(folder).tokens.eos == (2,)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 11]}))
-    assert huggingface.load(folder).tokens.eos == (2, 11)
+    assert families.load(folder).tokens.eos == (2, 11)
 
 
 # Tensors
@@ -273,15 +273,15 @@ def test_heads_that_the_class_does_not_have_are_left_out(tmp_path, caplog):
     add = lambda tensors: tensors | {name: np.ones(shape, np.float32) for name, shape in more.items()}
     folder = change_tensors(saved(tmp_path / "a", BERT, "bert"), add)
     with caplog.at_level(logging.WARNING, "jaxformer"):
-        loaded = huggingface.load(folder)
+        loaded = families.load(folder)
     assert same(loaded.params, drawn(BERT))
     assert [all(name in record.message for name in more) for record in caplog.records] == [True]
     stray = {"bert.encoder.layer.0.extra.weight": np.ones(3, np.float32)}
     with pytest.raises(ConfigError, match=r"extra\.weight"):
-        huggingface.load(change_tensors(folder, lambda tensors: tensors | stray))
+        families.load(change_tensors(folder, lambda tensors: tensors | stray))
     part = {"cls.predictions.transform.extra": np.ones(3, np.float32)}  # of a head that the class has
     with pytest.raises(ConfigError, match=r"transform\.extra"):
-        huggingface.load(change_tensors(saved(tmp_path / "b", BERT, "bert"), lambda tensors: tensors | part))
+        families.load(change_tensors(saved(tmp_path / "b", BERT, "bert"), lambda tensors: tensors | part))
 
 
 @pytest.mark.report(
@@ -293,7 +293,7 @@ def test_metadata_is_no_part_of_the_arrays(metadata, tmp_path):
     folder = saved(tmp_path / "a")
     path = folder / "model.safetensors"
     save_file(load_file(path), path, metadata)
-    assert same(huggingface.load(folder).params, drawn(LLAMA))
+    assert same(families.load(folder).params, drawn(LLAMA))
 
 
 @pytest.mark.report(
@@ -310,7 +310,7 @@ def test_quantised_numbers_are_refused_by_name(dtype, tmp_path):
     change_tensors(folder, lambda tensors: tensors | {name: tensors[name].astype(kind)})
     names = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
     with pytest.raises(ConfigError, match=names.get(dtype, dtype)):
-        huggingface.load(folder)
+        families.load(folder)
 
 
 @pytest.mark.report(
@@ -325,7 +325,7 @@ def test_the_method_of_quantised_weights_is_named(tmp_path):
     folder = change_tensors(saved(tmp_path / "a"), lambda tensors: without(tensors) | quantised)
     change(folder, {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     with pytest.raises(ConfigError, match=r"quantised \(gptq\)"):
-        huggingface.load(folder)
+        families.load(folder)
 
 
 @pytest.mark.report(
@@ -337,7 +337,7 @@ def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "r": 8}))
     save_file({"base_model.model.lm_head.lora_A.weight": np.ones(3)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match=r"adapter of PEFT for 'org/base'.*merge"):
-        huggingface.load(tmp_path)
+        families.load(tmp_path)
 
 
 @pytest.mark.report(
@@ -346,15 +346,15 @@ def test_an_adapter_is_no_model(tmp_path):
 )  # fmt: skip
 def test_the_weights_say_whether_the_head_is_tied(tmp_path):
     folder = change(saved(tmp_path / "a"), {"tie_word_embeddings": True})
-    loaded = huggingface.load(folder)
+    loaded = families.load(folder)
     assert not loaded.config.tie_embeddings
     assert same(loaded.params, drawn(LLAMA))
     copy = lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    assert huggingface.load(change_tensors(folder, copy)).config.tie_embeddings  # a second copy of the table
+    assert families.load(change_tensors(folder, copy)).config.tie_embeddings  # a second copy of the table
     change(folder, {"tie_word_embeddings": False})
     change_tensors(folder, lambda tensors: {k: v for k, v in tensors.items() if k != "lm_head.weight"})
     with pytest.raises(ConfigError, match=r"missing: lm_head\.weight"):
-        huggingface.load(folder)
+        families.load(folder)
 
 
 @pytest.mark.report(
@@ -364,13 +364,13 @@ def test_the_weights_say_whether_the_head_is_tied(tmp_path):
 )  # fmt: skip
 @pytest.mark.parametrize("tied", [True, False, None])
 def test_a_t5_never_embeds_with_its_head(tied, tmp_path):
-    checkpoint = huggingface.load(golden.folder("t5_v11"))
+    checkpoint = families.load(golden.folder("t5_v11"))
     weights = jax.tree.map(np.asarray, checkpoint.params)
-    huggingface.save(tmp_path / "a", replace(checkpoint, params=weights))
+    families.save(tmp_path / "a", replace(checkpoint, params=weights))
     rename = lambda tensors: {name.replace("shared.weight", "decoder.embed_tokens.weight"): a for name, a in tensors.items()}
     folder = change_tensors(tmp_path / "a", rename)
     change(folder, {"tie_word_embeddings": tied})
-    loaded = huggingface.load(folder)
+    loaded = families.load(folder)
     tables = params.paths(loaded.params)
     assert np.array_equal(tables["decoder/embedding/tokens"], weights["decoder"]["embedding"]["tokens"])
     assert np.array_equal(
@@ -385,12 +385,12 @@ def test_a_t5_never_embeds_with_its_head(tied, tmp_path):
 )  # fmt: skip
 def test_two_sets_of_weights_in_one_folder_are_named(tmp_path, caplog):
     weights = drawn(LLAMA)
-    huggingface.save(tmp_path / "a", Checkpoint(LLAMA, weights, model_type="llama"), shard_bytes=1000)
+    families.save(tmp_path / "a", Checkpoint(LLAMA, weights, model_type="llama"), shard_bytes=1000)
     other = saved(tmp_path / "b", weights=jax.tree.map(lambda leaf: leaf + 1, weights))
-    assert same(huggingface.load(tmp_path / "a").params, weights)
+    assert same(families.load(tmp_path / "a").params, weights)
     (tmp_path / "a" / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
     with caplog.at_level(logging.WARNING, "jaxformer"):
-        huggingface.load(tmp_path / "a")
+        families.load(tmp_path / "a")
     assert "model.safetensors.index.json" in caplog.text
 
 
@@ -398,11 +398,11 @@ def test_two_sets_of_weights_in_one_folder_are_named(tmp_path, caplog):
     "sgl-project/sglang#32279", right="a shard that the index names and the folder lacks is refused by name"
 )  # fmt: skip
 def test_a_missing_shard_is_refused(tmp_path):
-    huggingface.save(tmp_path / "a", Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"), shard_bytes=1000)
+    families.save(tmp_path / "a", Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"), shard_bytes=1000)
     lost = sorted((tmp_path / "a").glob("model-*.safetensors"))[1]
     lost.unlink()
     with pytest.raises(ConfigError, match=lost.name):
-        huggingface.load(tmp_path / "a")
+        families.load(tmp_path / "a")
 
 
 @pytest.mark.report(
@@ -414,11 +414,11 @@ def test_an_adapter_beside_a_model_is_said(tmp_path, caplog):
     folder = saved(tmp_path / "a")
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base", "r": 8}))
     with caplog.at_level(logging.WARNING, "jaxformer"):
-        huggingface.read_config(folder)
+        families.read_config(folder)
     assert [text for text in caplog.messages if "an adapter beside the model (adapter_config.json)" in text]
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"adapter of PEFT for 'org/base'.*merge"):
-        huggingface.read_config(folder)
+        families.read_config(folder)
 
 
 @pytest.mark.report(

@@ -9,10 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxformer import masks, models, params
+from jaxformer import families, masks, models, params
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
-from jaxformer.interop import huggingface
 from jaxformer.models import Classification, LanguageModel, ModelConfig, adaptation
 from jaxformer.models.adaptation import Lora
 from jaxformer.training import AdamW, ClassCrossEntropy, Experiment
@@ -194,8 +193,8 @@ def test_a_merged_model_keeps_its_head(tmp_path):
     tree = drawn(recipe.spec)
     merged = recipe.weights(tree)
     names = ("negative", "none", "positive")
-    huggingface.save(tmp_path / "a", huggingface.Checkpoint(model, merged, labels=names, model_type="gpt2"))
-    loaded = huggingface.load(tmp_path / "a")
+    families.save(tmp_path / "a", families.Checkpoint(model, merged, labels=names, model_type="gpt2"))
+    loaded = families.load(tmp_path / "a")
     assert loaded.labels == names
     assert jax.tree.all(jax.tree.map(np.array_equal, loaded.params, jax.tree.map(np.asarray, merged)))
     head = loaded.params["heads"]["classification"]["kernel"]

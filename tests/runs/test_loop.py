@@ -159,11 +159,11 @@ def test_the_work_of_a_step_is_that_of_all_its_positions():
 @pytest.mark.thorough
 def test_weights_of_hugging_face_are_a_beginning(tmp_path):
     """`initial` as the text of a folder: the first loss is that of the loaded model."""
-    from jaxformer.interop import huggingface
+    from jaxformer import families
 
     model = replace(TINY.model, dropout_rate=0.0, init_std=0.3)
     weights = models.init(model, jax.random.key(7))
-    huggingface.save(tmp_path / "weights", huggingface.Checkpoint(model, weights))
+    families.save(tmp_path / "weights", families.Checkpoint(model, weights))
     tuned = replace(TINY, model=model, initial=str(tmp_path / "weights"), schedule=lambda experiment: lambda step: 0.0)
     run = loop.train(replace(tuned, steps=1), tmp_path)
     recipe = build(replace(tuned, steps=1))

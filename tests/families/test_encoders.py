@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import models
+from jaxformer import families, models
 from jaxformer.errors import ConfigError
-from jaxformer.interop import huggingface
-from jaxformer.interop.huggingface import encoders
-from jaxformer.interop.huggingface.tables import plan
+from jaxformer.families import bert, bigbird, longformer
+from jaxformer.families.family import plan
 from jaxformer.params import paths
 from tests import golden
-from tests.interop import calls, golden_runs as runs
+from tests.families import calls, golden_runs as runs
 
 SIZES = dict(
     vocab_size=11, hidden_size=6, num_hidden_layers=2, num_attention_heads=2, intermediate_size=5, pad_token_id=1,
@@ -24,20 +23,20 @@ SIZES = dict(
 KINDS = [
     (model_type, family.name + kind)
     for model_type, family in (
-        ("bert", encoders.BERT), ("roberta", encoders.ROBERTA), ("longformer", encoders.LONGFORMER),
-        ("big_bird", encoders.BIGBIRD),
+        ("bert", bert.BERT), ("roberta", bert.ROBERTA), ("longformer", longformer.LONGFORMER),
+        ("big_bird", bigbird.BIGBIRD),
     )
     for kind in family.kinds
 ]  # fmt: skip
 
 
 def read(model_type, kind, **settings):
-    return huggingface.FAMILIES[model_type].read(SIZES | settings | {"architectures": [kind]}, ())
+    return families.FAMILIES[model_type].read(SIZES | settings | {"architectures": [kind]}, ())
 
 
 @pytest.mark.parametrize("model_type,kind", KINDS)
 def test_every_class_is_read_and_written(model_type, kind):
-    family = huggingface.FAMILIES[model_type]
+    family = families.FAMILIES[model_type]
     config = read(model_type, kind, is_decoder=kind.endswith(("LMHeadModel", "ForCausalLM")), attention_type="original_full")
     written = family.write(config)
     assert written["architectures"] == [kind]
@@ -46,7 +45,7 @@ def test_every_class_is_read_and_written(model_type, kind):
     assert str(config.masks[0]) == ("causal()" if written.get("is_decoder") else "full()")
 
 
-@pytest.mark.parametrize("kind", encoders.LONGFORMER.kinds)
+@pytest.mark.parametrize("kind", longformer.LONGFORMER.kinds)
 def test_global_tokens_of_each_class(kind):
     """The first one for a sequence, none, or (None) those of each call."""
     given_in_calls = kind in ("ForQuestionAnswering", "ForMultipleChoice")
@@ -68,21 +67,21 @@ def test_a_head_of_its_own_matrix_has_the_decoders_bias(name, head, names, tmp_p
         return arrays | {head + "decoder.weight": kernel} | {head + n: b for n, b in zip(names, biases, strict=False)}
 
     folder = runs.altered(tmp_path, name, change, tie_word_embeddings=False)
-    checkpoint = huggingface.load(folder)
+    checkpoint = families.load(folder)
     found = checkpoint.params["heads"]["language_model"]
     assert not checkpoint.config.tie_embeddings
     np.testing.assert_array_equal(found["kernel"], kernel)
     np.testing.assert_array_equal(found["bias"], biases[len(names) - 1])
-    huggingface.save(tmp_path / "saved", checkpoint)
+    families.save(tmp_path / "saved", checkpoint)
     np.testing.assert_array_equal(runs.tensors(tmp_path / "saved")[head + "decoder.bias"], found["bias"])
-    again = huggingface.load(tmp_path / "saved")
+    again = families.load(tmp_path / "saved")
     assert again.config == checkpoint.config
     assert all(np.array_equal(leaf, paths(again.params)[path]) for path, leaf in paths(checkpoint.params).items())
 
 
 def test_queries_keys_and_values_without_biases():
     assert not any("query/bias" in path for path in paths(models.spec(read("big_bird", "BigBirdModel", use_bias=False))))
-    assert huggingface.FAMILIES["big_bird"].write(read("big_bird", "BigBirdModel", use_bias=False))["use_bias"] is False
+    assert families.FAMILIES["big_bird"].write(read("big_bird", "BigBirdModel", use_bias=False))["use_bias"] is False
 
 
 REFUSED = [
@@ -107,7 +106,7 @@ def test_what_is_not_computed_is_refused_by_name(model_type, kind, settings, wor
 @pytest.mark.thorough
 def test_a_pad_id_reads_the_pad_tokens_row():
     """Position -1 is the row before the first position's, the one that transformers gives the pad id."""
-    checkpoint = huggingface.load(golden.folder("roberta_mlm"))
+    checkpoint = families.load(golden.folder("roberta_mlm"))
     pad, table = checkpoint.tokens.pad, checkpoint.params["embedding"]["positions"]
     tokens = jnp.array([[5, pad, 6]])
     before = calls.apply(checkpoint, input_ids=tokens).hidden
@@ -122,15 +121,15 @@ def test_a_pad_id_reads_the_pad_tokens_row():
 @pytest.mark.thorough
 def test_a_pooler_of_another_width(tmp_path):
     change = lambda a: {name: array[:7] if "pooler" in name else array for name, array in a.items()}
-    checkpoint = huggingface.load(runs.altered(tmp_path, "vit_pooled", change, pooler_output_size=7))
+    checkpoint = families.load(runs.altered(tmp_path, "vit_pooled", change, pooler_output_size=7))
     images = np.random.default_rng(0).normal(size=(2, *checkpoint.config.embedding.image, checkpoint.config.embedding.channels))
-    whole = huggingface.load(golden.folder("vit_pooled"))
+    whole = families.load(golden.folder("vit_pooled"))
     wide, narrow = (models.apply(c.config, c.params, jnp.float32(images)).heads["pooled"] for c in (whole, checkpoint))
     np.testing.assert_allclose(narrow, wide[:, :7], atol=1e-6)  # the same sums, perhaps in another order
-    huggingface.save(tmp_path / "saved", checkpoint)
+    families.save(tmp_path / "saved", checkpoint)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["pooler_output_size"] == 7
-    assert huggingface.load(tmp_path / "saved").config == checkpoint.config
-    assert huggingface.load(runs.altered(tmp_path / "null", "vit_pooled", pooler_output_size=None)).config == whole.config
+    assert families.load(tmp_path / "saved").config == checkpoint.config
+    assert families.load(runs.altered(tmp_path / "null", "vit_pooled", pooler_output_size=None)).config == whole.config
 
 
 @pytest.mark.thorough
@@ -141,13 +140,13 @@ def test_masked_images_are_read_and_written(tmp_path):
         num_channels=2, encoder_stride=2, architectures=["ViTForMaskedImageModeling"],
     )  # fmt: skip
     with pytest.raises(ConfigError, match="image_size=6"):
-        huggingface.FAMILIES["vit"].read(vit, ())
-    config = huggingface.FAMILIES["vit"].read(vit | {"patch_size": 3}, ())
+        families.FAMILIES["vit"].read(vit, ())
+    config = families.FAMILIES["vit"].read(vit | {"patch_size": 3}, ())
     params = models.init(config, jax.random.key(0))
-    huggingface.save(tmp_path / "saved", huggingface.Checkpoint(config, params))
+    families.save(tmp_path / "saved", families.Checkpoint(config, params))
     shapes = {name: array.shape for name, array in runs.tensors(tmp_path / "saved").items()}
     assert shapes["vit.embeddings.mask_token"] == (1, 1, 6) and shapes["decoder.0.weight"] == (8, 6, 1, 1)
-    again = huggingface.load(tmp_path / "saved")
+    again = families.load(tmp_path / "saved")
     assert again.config == config
     images, masked = np.ones((2, 2, 6, 6), np.float32), np.eye(2, 4)
     found = calls.apply(again, pixel_values=images, bool_masked_pos=masked).heads["reconstruction"]

@@ -13,19 +13,18 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxformer import models, zoo
+from jaxformer import families, models, zoo
 from jaxformer.decoding import Sampling, generate
 from jaxformer.errors import ConfigError
-from jaxformer.interop import huggingface
-from jaxformer.interop.huggingface import Checkpoint, Tokens, folder as hf_folder
-from jaxformer.interop.huggingface.decoders import left_window
+from jaxformer.families import Checkpoint, Tokens, folder as hf_folder
+from jaxformer.families.llama import left_window
 from jaxformer.masks import Mask, causal, chunked, full, window
 from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification
 from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN
 from jaxformer.params import paths
 from jaxformer.zoo.local_chunks import LocalChunks
 from tests import golden
-from tests.interop import golden_runs as runs
+from tests.families import golden_runs as runs
 
 # one of each family
 FAMILIES = [
@@ -38,7 +37,7 @@ SINGLE = ("llama", "mistral", "mixtral", "qwen2", "t5", "longformer", "marian", 
 
 def read(folder, **options):
     """(config, params) of a folder."""
-    checkpoint = huggingface.load(folder, **options)
+    checkpoint = families.load(folder, **options)
     return checkpoint.config, checkpoint.params
 
 
@@ -48,7 +47,7 @@ def load(name, **options):
 
 def save(folder, config, params, model_type=None, **options):
     tokens = Tokens(start=0, eos=(1,), pad=0) if isinstance(config, models.EncoderDecoder) else Tokens()
-    huggingface.save(folder, Checkpoint(config, params, tokens, model_type=model_type), **options)
+    families.save(folder, Checkpoint(config, params, tokens, model_type=model_type), **options)
 
 
 def assert_same(ours, other):
@@ -63,7 +62,7 @@ def assert_same(ours, other):
 def refused(folder, **options) -> str:
     """The one line with which it is refused."""
     with pytest.raises(ConfigError) as caught:
-        huggingface.load(folder, **options)
+        families.load(folder, **options)
     message = str(caught.value)
     assert "\n" not in message and str(folder) in message
     return message
@@ -183,7 +182,7 @@ def test_presets_are_written_where_transformers_has_their_model():
 
     def is_refused(preset):
         try:
-            return not hf_folder._write_settings(preset, None)
+            return not hf_folder._write_settings(preset, None, families.FAMILIES)
         except ConfigError:
             return True
 
@@ -343,13 +342,13 @@ def without(*ends):
 def test_rotations_in_both_dialects(said, meant, tmp_path):
     config, _ = read(runs.altered(tmp_path, "llama_mha", **said))
     assert config == replace(load("llama_mha")[0], positions=meant)
-    said_by_us = huggingface.FAMILIES["llama"].write(config)
-    assert huggingface.FAMILIES["llama"].read(said_by_us, ()) == config
+    said_by_us = families.FAMILIES["llama"].write(config)
+    assert families.FAMILIES["llama"].read(said_by_us, ()) == config
 
 
 def test_absent_settings_are_their_defaults(tmp_path):
     """Those of transformers' classes, some of which only one family has."""
-    read = lambda kind, name, *absent, **rest: huggingface.FAMILIES[kind].read(
+    read = lambda kind, name, *absent, **rest: families.FAMILIES[kind].read(
         {k: v for k, v in (golden.config(name) | rest).items() if k not in absent}, ()
     )
     assert read("bert", "bert_mlm", "layer_norm_eps", "hidden_act").norm_eps == 1e-12
@@ -369,9 +368,9 @@ def test_sizes_of_layers_that_a_model_does_not_have_are_not_checked():
         names = ("local_attn_chunk_length", "lsh_attn_chunk_length")
         sizes = {name: 6 if name.startswith(kind) else 4 for name in names}
         settings = golden.config("reformer") | sizes | dict(attn_layers=[kind] * 2, num_hidden_layers=2)
-        config = huggingface.FAMILIES["reformer"].read(settings, ())
+        config = families.FAMILIES["reformer"].read(settings, ())
         assert len(config.masks) == len(config.mixer) == 1, absent
-        again = huggingface.FAMILIES["reformer"].read(huggingface.FAMILIES["reformer"].write(config), ())
+        again = families.FAMILIES["reformer"].read(families.FAMILIES["reformer"].write(config), ())
         assert again == config
 
 
@@ -390,7 +389,7 @@ def test_sizes_that_no_model_has_are_refused_by_name(name, settings, word):
     """Found by fuzzing: each ended in another error, in NaNs, or in all of the memory."""
     settings = {key: value for key, value in (golden.config(name) | settings).items() if value is not None}
     with pytest.raises(ConfigError, match=word):
-        huggingface.FAMILIES[settings["model_type"]].read(settings, ())
+        families.FAMILIES[settings["model_type"]].read(settings, ())
 
 
 # Numbers, places and heads
@@ -735,12 +734,12 @@ def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, values, tmp_pa
         assert "\n" not in str(caught.value)
         if "sharding: none for" in str(caught.value):
             accepted += 1
-            again = huggingface.FAMILIES[settings["model_type"]].read(settings | {key: junk}, names)
+            again = families.FAMILIES[settings["model_type"]].read(settings | {key: junk}, names)
             number = isinstance(junk, int | float) and junk > 0 and number_means_something(key)
             told = again == config or (junk in (None, {}) and key in OPTIONAL) or number
             if junk is None and not told:  # as a setting that is not there, or as False, which null is to their class
                 without = {name: value for name, value in settings.items() if name != key}
-                read_family = huggingface.FAMILIES[settings["model_type"]].read
+                read_family = families.FAMILIES[settings["model_type"]].read
                 told = again == read_family(without, names)
                 told = told or (isinstance(settings[key], bool) and again == read_family(settings | {key: False}, names))
             assert told, f"{key}={junk!r}: {again}"
@@ -762,8 +761,8 @@ import os, sys, resource
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, jax.numpy as jnp
 from jaxformer import models
-from jaxformer.interop import huggingface
-from jaxformer.interop.huggingface import Checkpoint, Tokens
+from jaxformer import families
+from jaxformer.families import Checkpoint, Tokens
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
 
@@ -774,12 +773,12 @@ config = ModelConfig(
 leaves = jax.tree.leaves(models.spec(config))
 if sys.argv[1] == "write":
     zeros = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.01, jnp.float32), models.spec(config))
-    huggingface.save(sys.argv[2], huggingface.Checkpoint(config, zeros))
+    families.save(sys.argv[2], families.Checkpoint(config, zeros))
 else:
     jax.block_until_ready(jnp.zeros(3) + 1)
     status = lambda key: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key)) * 1024
     before = status("VmRSS")
-    params = huggingface.load(sys.argv[2]).params
+    params = families.load(sys.argv[2]).params
     jax.block_until_ready(params)
     peak = status("VmHWM") - before
     tensors = [leaf.nbytes // (8 if leaf.ndim > 2 or leaf.shape[0] == 8 else 1) for leaf in jax.tree.leaves(params)]

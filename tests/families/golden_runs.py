@@ -7,8 +7,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer import models
-from jaxformer.interop import huggingface, safetensors
+from jaxformer import families, models
+from jaxformer.interop import safetensors
 from tests import golden
 
 # their output's name -> our head's, and how ours looks in theirs
@@ -106,4 +106,4 @@ def gradients(folder: Path, name: str, **options):
     kept.mkdir()
     shutil.copy(golden.folder(name) / "config.json", kept)
     shutil.copy(golden.folder(name) / "gradients.safetensors", kept / "model.safetensors")
-    return huggingface.load(kept, **options).params
+    return families.load(kept, **options).params

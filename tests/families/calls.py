@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.interop.huggingface import Checkpoint
+from jaxformer.families import Checkpoint
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 
 

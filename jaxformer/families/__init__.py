@@ -1,0 +1,18 @@
+"""Hugging Face checkpoints as values, one file a family.
+
+    checkpoint = families.load("path/to/checkpoint")            # or a hub name, "gpt2"
+    models.apply(checkpoint.config, checkpoint.params, tokens, segment_ids=attention_mask)
+    generate(checkpoint.config, checkpoint.params, prompts, 50, **checkpoint.decoding())  # its stop and banned tokens
+    families.save("out/", checkpoint)                           # transformers opens it
+
+With `segment_ids`, positions count the tokens alone. In transformers only those of RoBERTa and Longformer do: where padding
+comes first, `positions=jnp.arange(T)[None]` gives the numbers of the others. `load(folder, family=mine)` takes a `Family` of
+your own: `family.py` says what it is, `gpt2.py` is the shortest example.
+"""
+
+# ruff: noqa: F401 (names that the package offers)
+from jaxformer.families.differences import differences
+from jaxformer.families.family import Family, Rule, rules
+from jaxformer.families.folder import FAMILIES, Checkpoint, load, read_config, save
+from jaxformer.families.initial import HuggingFace
+from jaxformer.families.tokens import Tokens, token_filters

@@ -1,0 +1,125 @@
+"""BERT and RoBERTa, and what they share with their relatives."""
+
+import re
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, NamedTuple
+
+from jaxformer.errors import ConfigError
+from jaxformer.families.classes import POOLED, class_kind, count_labels, heads_by_class, write_heads
+from jaxformer.families.family import Family, Rule, rules
+from jaxformer.families.settings import ACTIVATION, COMMON, Json, Key, get, only, read_fields, write_fields
+from jaxformer.masks import causal, full
+from jaxformer.models.config import Classification, Embedding, LanguageModel, Learned, ModelConfig
+
+QKV = ("query", "key", "value")
+NO_QKV = "out|up|down|norm|patches"  # layers with a bias if query, key and value have none
+FIELDS = COMMON | {
+    "feedforward": Key("hidden_act", "gelu", ACTIVATION), "norm_eps": Key("layer_norm_eps", 1e-12),
+    "dropout_rate": Key("hidden_dropout_prob", 0.1), "attention_dropout_rate": Key("attention_probs_dropout_prob", 0.1),
+}  # fmt: skip
+TEXT_FIELDS = FIELDS | {"masks": Key("is_decoder", False, {False: (full(),), True: (causal(),)})}
+POOLERS = ("Model", "ForPreTraining", "ForNextSentencePrediction", "ForMultipleChoice")  # classes that use the pooler
+# a pooler, and the modules of heads: Google's BertForMaskedLM has the pooler and the next-sentence head of pre-training, too
+HEADS = r"(^|\.)pooler\.|^(cls\.predictions|cls\.seq_relationship|lm_head|classifier|qa_outputs)\."
+TASKS = ("ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "ForTokenClassification")
+
+
+class Encoder(NamedTuple):
+    """BERT or a relative: its names and heads."""
+
+    name: str  # prefix of its class names
+    base: str  # prefix of its base model's tensors
+    kinds: tuple[str, ...]  # the rest of its class names
+    lm_head: str = "cls.predictions."
+    transform: tuple[str, str] = ("transform.dense", "transform.LayerNorm")  # in the language model's head
+    pooler: str = ".pooler.dense"
+    classifier: tuple[str, str] = ("classifier.dense", "classifier.out_proj")
+    act: str = "gelu"  # default of hidden_act
+    lm_act: str | None = None  # for the language model's head; None: hidden_act
+    classifier_act: str | None = "tanh"  # None: hidden_act
+    keeps_pooler: bool = False  # in files of classes whose head does not use it
+    pad_position: bool = False  # the table has a row for each id up to the pad id before that of position 0
+    read_mixer: Callable[[Json, str], Any] = lambda c, kind: None
+    write_mixer: Callable[[ModelConfig], Json] = lambda config: {}
+
+
+def encoder(family: Encoder) -> Family:
+    lm, e = family.lm_head, f"{family.base}.embeddings."
+    aliases = {lm + "decoder.weight": e + "word_embeddings.weight"}
+    aliases |= {lm + "decoder.bias": lm + "bias", lm + "bias": lm + "decoder.bias"}
+    ignored = Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$"  # an untied head uses decoder.bias
+    read, write, rules = partial(_read, family), partial(_write, family), partial(_rules, family)
+    return Family(read, write, rules, family.base + ".", ignored, HEADS, aliases)
+
+
+def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
+    only(c, position_embedding_type="absolute", add_cross_attention=False)
+    fields = read_fields(c, TEXT_FIELDS | {"feedforward": Key("hidden_act", family.act, ACTIVATION)})
+    kind, act = class_kind(c, family.name, family.kinds), fields["feedforward"]
+    mixer = family.read_mixer(c, kind)
+    sequence = Classification(count_labels(c), pool="position_0", pooler=family.classifier_act or act)
+    heads = heads_by_class([kind], sequence, LanguageModel(family.lm_act or act, bias=True), (POOLED,))[kind]
+    pooler = any("pooler." in name for name in names)
+    if kind == "Model" and names and not pooler:
+        heads = ()
+    pooled = any(isinstance(head, Classification) for head in heads)
+    # in a causal model slot 0 sees no token if it is padding: their result is NaN
+    if c.get("is_decoder") and (pooled or mixer is not None):
+        part = f"the heads of {family.name + kind}" if pooled else f"the attention of {family.name}"
+        raise ConfigError(f"config.json: is_decoder=True is not supported with {part}; only a language model's head is")
+    if family.keeps_pooler and kind not in POOLERS and pooler:
+        heads = (*heads, POOLED)
+    if family.pad_position and c.get("pad_token_id", 1) is None:
+        raise ConfigError("config.json: pad_token_id=null: the first position is the one behind it; give its number")
+    offset = get(c, "pad_token_id", 1) + 1 if family.pad_position else 0
+    scale = c["hidden_size"] ** 0.5 if get(c, "rescale_embeddings", False) else 1.0
+    return ModelConfig(
+        **fields | {"context_length": fields["context_length"] - offset},
+        norm_placement="post", positions=Learned(offset), use_bias=True if get(c, "use_bias", True) else NO_QKV,
+        embedding=Embedding(scale, norm=True, token_types=get(c, "type_vocab_size", 2)), heads=heads, mixer=mixer,
+    )  # fmt: skip
+
+
+def _write(family: Encoder, config: Any) -> Json:
+    decoder = config.masks == (causal(),)
+    kinds = sorted(family.kinds, key=lambda kind: (kind in ("LMHeadModel", "ForCausalLM")) != decoder)
+    kinds = heads_by_class(kinds, Classification(2))
+    offset = getattr(config.positions, "offset", 0)
+    c = write_fields(config, TEXT_FIELDS) | {
+        "max_position_embeddings": config.context_length + offset, "type_vocab_size": config.embedding.token_types,
+    }  # fmt: skip
+    c |= {"pad_token_id": offset - 1} if offset else {}
+    return c | family.write_mixer(config) | write_heads(config.heads, family.name, kinds)
+
+
+def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
+    layer, e, pooler = f"{family.base}.encoder.layer.{{}}.", f"{family.base}.embeddings.", family.base + family.pooler
+    tokens = {"tokens": "word_embeddings.weight", "token_types": "token_type_embeddings.weight"}
+    attention = {name: f"self.{name}" for name in QKV} | {f"global_{name}": f"self.{name}_global" for name in QKV}
+    return [
+        *rules("embedding/", e, tokens | {"positions": "position_embeddings.weight", "norm": "LayerNorm"}),
+        *rules("layers/attention/", layer + "attention.", attention | {"out": "output.dense"}),
+        *rules("layers/", layer, {"attention_norm": "attention.output.LayerNorm", "feedforward_norm": "output.LayerNorm"}),
+        *rules("layers/feedforward/", layer, {"up": "intermediate.dense", "down": "output.dense"}),
+        *(Rule(f"heads/{name}/pooler", pooler) for name in ("pooled", "next_sentence", "multiple_choice")),
+        *rules("heads/classification", "", dict(zip(("/pooler", ""), family.classifier, strict=True))),
+        *rules("heads/", "", {"token_classification": "classifier", "multiple_choice": "classifier"}),
+        *rules("heads/", "", {"span": "qa_outputs", "next_sentence": "cls.seq_relationship"}),
+        *rules("heads/language_model/", family.lm_head, {
+            "transform": family.transform[0], "transform/norm": family.transform[1], "kernel": "decoder.weight",
+            "bias": "bias" if config.tie_embeddings else "decoder.bias",
+        }),
+    ]  # fmt: skip
+
+
+ROBERTA = Encoder(
+    "Roberta", "roberta", ("Model", *TASKS, "ForCausalLM", "ForQuestionAnswering"),
+    lm_head="lm_head.", transform=("dense", "layer_norm"), lm_act="gelu", pad_position=True,
+)  # fmt: skip
+BERT = Encoder(
+    "Bert", "bert",
+    ("Model", *TASKS, "ForPreTraining", "LMHeadModel", "ForNextSentencePrediction", "ForQuestionAnswering"),
+    classifier=("bert.pooler.dense", "classifier"),
+)  # fmt: skip
+FAMILIES = {"bert": encoder(BERT), "roberta": encoder(ROBERTA)}

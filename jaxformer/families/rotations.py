@@ -1,0 +1,113 @@
+"""Rotary positions of config.json: transformers 5 has `rope_parameters`, others `rope_theta` and `rope_scaling`."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxformer.errors import ConfigError
+from jaxformer.families.settings import Json, get, only
+from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, rope_frequencies
+
+LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
+ATTENTION = "attention_factor"
+YARN = {"beta_fast": float, "beta_slow": float, "truncate": bool}
+# rope_type: (our class, {their name of each of its fields: type})
+SCALINGS: dict[str, tuple[Any, dict[str, type]]] = {
+    "linear": (Linear, {"factor": float}),
+    "dynamic": (NTK, {"factor": float, LENGTH: int}),
+    "llama3": (Llama3, {"factor": float, ORIGINAL: int, "low_freq_factor": float, "high_freq_factor": float}),
+    "yarn": (YaRN, {"factor": float, ORIGINAL: int, **YARN, ATTENTION: float}),
+    "longrope": (LongRoPE, {"short_factor": tuple, "long_factor": tuple, ORIGINAL: int, ATTENTION: float}),
+}
+
+
+def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
+    """The rotation of a config. These models rotate the full head: they ignore a partial factor, or with scaling fail."""
+    rope = _rope_settings(c)
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        only({"partial_rotary_factor": c.get("partial_rotary_factor") or 1.0} | rope, partial_rotary_factor=1.0)
+    base = get(rope, "rope_theta", theta)
+    settings = None if kind == "default" else _read_scaling(c, rope, kind)
+    try:
+        if head_width > 2**20:
+            raise ValueError(f"expected at most {2**20} features of a head")
+        scaling = None if settings is None else SCALINGS[kind][0](*settings)
+        rotation = Rope(base, 1.0, "half", scaling)
+        with np.errstate(all="ignore"):
+            rope_frequencies(head_width, rotation)
+    except ValueError as error:
+        shown = f"head_dim={head_width}, rope_type={kind!r}, rope_theta={base:g}"
+        raise ConfigError(f"config.json: {shown}: {error}") from None
+    return rotation
+
+
+def _rope_settings(c: Json) -> Json:
+    """The settings of all places that hold some. Raises ConfigError where two places differ."""
+    top = {key: c[key] for key in ("rope_theta", ORIGINAL) if c.get(key) is not None}
+    settings: Json = dict(top)
+    origins = dict.fromkeys(top, "")
+    for place in ("rope_parameters", "rope_scaling"):
+        if not isinstance(c.get(place), dict | None):
+            raise ConfigError(f"config.json: {place}={c[place]!r}: expected an object")
+        found = {key: value for key, value in (c.get(place) or {}).items() if value is not None}
+        if nested := [key for key, value in found.items() if isinstance(value, dict)]:
+            raise ConfigError(f"config.json: {place}.{nested[0]}: one rotation for all layers is supported")
+        if "type" in found:  # the older name
+            found.setdefault("rope_type", found.pop("type"))
+        for key, value in found.items():
+            if settings.setdefault(key, value) != value:
+                other = f"{origins[key]}{key}={settings[key]!r}"
+                raise ConfigError(f"config.json: {place}.{key}={value!r}, but {other}: keep the right one in both places")
+            origins.setdefault(key, f"{place}.")
+    return settings
+
+
+def _long_rope_factor(stretch: float, original: int) -> float:
+    """The factor on cos and sin of a context that is `stretch` times the original one, as transformers has it."""
+    if original == 1:
+        raise ConfigError(f"config.json: {ORIGINAL}=1: expected at least 2, or an {ATTENTION}")
+    return math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original))
+
+
+def _read_scaling(c: Json, rope: Json, kind: str) -> list[Any]:
+    """The arguments of the class of `SCALINGS`."""
+    if kind not in SCALINGS:
+        raise ConfigError(f"config.json: rope_type={kind!r}: expected default, {', '.join(SCALINGS)}")
+    _, fields = SCALINGS[kind]
+    length = get(c, LENGTH)
+    original = get(rope, ORIGINAL, length)
+    stretch = get(rope, "factor", length / original)
+    settings = {"truncate": True} | rope | {LENGTH: length, ORIGINAL: original}
+    if kind == "yarn":
+        one, two = (get(rope, key, 0.0) for key in ("mscale", "mscale_all_dim"))
+        if one and two and stretch > 1:
+            settings.setdefault(ATTENTION, (0.1 * one * math.log(stretch) + 1) / (0.1 * two * math.log(stretch) + 1))
+        fast, slow = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
+        settings |= {"factor": stretch, "beta_fast": fast, "beta_slow": slow}
+    if kind == "longrope":
+        settings |= {key: tuple(map(float, rope[key])) for key in ("short_factor", "long_factor")}
+        if ATTENTION not in settings:
+            settings[ATTENTION] = _long_rope_factor(stretch, original)
+    needed = (name for name in fields if name != ATTENTION or name in settings)  # it has a default
+    return [get(settings, name, fields[name]) for name in needed]
+
+
+def write_rope(positions: Any) -> Json:
+    """The entries of config.json for a rotation: those of transformers 5, and those that older readers look for."""
+    rope = _rope_parameters(positions)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    older = None if rope["rope_type"] == "default" else scaling | {"type": rope["rope_type"]}
+    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": older}
+
+
+def _rope_parameters(positions: Any) -> Json:
+    scaling = getattr(positions, "scaling", None)
+    c = {"rope_theta": getattr(positions, "theta", 1e4), "rope_type": "default"}
+    for kind, (scaling_class, fields) in SCALINGS.items():
+        if isinstance(scaling, scaling_class):
+            values = zip(fields, vars(scaling).values(), strict=True)
+            c |= {name: value for name, value in values if value is not None} | {"rope_type": kind}
+    c.pop(LENGTH, None)  # NTK's length is the config's
+    return c
