@@ -6,8 +6,9 @@ import pytest
 
 from jaxformer import models, params
 from jaxformer.masks import causal, window
-from jaxformer.models import PRESETS, EncoderDecoder, ModelConfig
+from jaxformer.models import EncoderDecoder, ModelConfig
 from jaxformer.tools.analysis import diagram, figures
+from jaxformer.zoo import PRESETS
 from jaxformer.zoo.performer import Performer
 
 TINY = ModelConfig(50, 6, 16, 2, context_length=8)
