@@ -26,7 +26,7 @@ quote = '$(subst ','\'',$(1))'
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
-	@echo 'Experiments: $(patsubst experiments/%.py,%,$(wildcard experiments/[a-z]*.py))'
+	@echo 'Experiments: $(filter-out one_file,$(patsubst experiments/%.py,%,$(wildcard experiments/[a-z]*.py)))'
 
 train: $(VENV)/ready     ## train or resume an experiment: EXP=shakespeare_char ARGS="--data.path=... --steps=500"
 	@$(BIN)/python -m jaxformer train $(call quote,$(EXP)) $(ARGS)

@@ -23,6 +23,7 @@ from jaxformer.errors import ConfigError, did_you_mean
 PACKAGE = Path(__file__).resolve().parents[1]
 # the user's own, those beside a checkout, those that travel with an installed package
 FOLDERS = (Path("experiments"), PACKAGE.parent / "experiments", PACKAGE / "builtin" / "experiments")
+PROGRAMS = ("one_file",)  # in experiments/, but no experiments
 LARGEST, DEEPEST = 100_000_000, 400  # bytes and nesting of files that anybody may have written; `describe` nests less
 
 
@@ -70,7 +71,7 @@ def in_library(text: str) -> Path | None:
 def available() -> dict[str, Path]:
     """Every experiment by name; of equal names the user's own."""
     found = [path for folder in reversed(FOLDERS) for path in sorted(folder.glob("[!_]*.py"))]
-    return {path.stem: path for path in found}
+    return {path.stem: path for path in found if path.stem not in PROGRAMS}
 
 
 def _find(name: str) -> Path:
