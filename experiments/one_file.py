@@ -171,7 +171,7 @@ def train_step(config: GPT, optimizer, weights, state, tokens, labels):
 # The loop -----------------------------------------------------------------------------------------
 
 
-def train(config: GPT, text: np.ndarray, steps: int = 600, rows: int = 16, seed: int = 0):
+def train(config: GPT, text: np.ndarray, steps: int = 600, rows: int = 8, seed: int = 0):
     """The trained weights. The last tenth of the text is for validation."""
     split = len(text) * 9 // 10
     training, validation = text[:split], text[split:]

@@ -9,10 +9,11 @@ import pytest
 
 from jaxformer import masks, models, params
 from jaxformer.errors import ConfigError
-from jaxformer.models import PRESETS, EncoderDecoder, ModelConfig, presets
+from jaxformer.models import EncoderDecoder, ModelConfig, presets
 from jaxformer.models.mixture import Mixture
 from jaxformer.tools.analysis import costs
 from jaxformer.tools.planning import flops
+from jaxformer.zoo import PRESETS
 from jaxformer.zoo.linear_attention import Linear
 
 SMALL = ModelConfig(32, 3, 16, 2, context_length=64, attention_implementation="reference")
