@@ -57,7 +57,10 @@ def check_numbers(prefix: str, config: Any, /, **least: int | float) -> None:
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """'; did you mean NAME?' or nothing: by the last part of a dotted name, by initials (lr, learning-rate), by letters."""
     choices = list(choices)
-    last = lambda name: name.split(".")[-1].strip("-'")
+
+    def last(name):
+        return name.split(".")[-1].strip("-'")
+
     same_end = [name for name in choices if last(name) == last(word)]
     if not same_end and len(last(word)) > 1:
         same_end = [name for name in choices if "".join(re.findall(r"(?:^|[-_])(\w)", last(name))) == last(word)]

@@ -61,7 +61,9 @@ def stack(spec: Tree, layers: int, *turns: Tree) -> Tree:
     """
 
     def init_layers(inits: list[Callable], key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-        draw = lambda init, layer: init(jax.random.fold_in(key, layer), shape[1:], dtype)
+        def draw(init, layer):
+            return init(jax.random.fold_in(key, layer), shape[1:], dtype)
+
         drawn = [jax.vmap(partial(draw, init))(jnp.arange(i, shape[0], len(inits))) for i, init in enumerate(inits)]
         if len(inits) == 1:
             return drawn[0]
@@ -70,14 +72,21 @@ def stack(spec: Tree, layers: int, *turns: Tree) -> Tree:
             x = x.at[i :: len(inits)].set(values)
         return x
 
-    sizes = lambda leaf: {"shape": (layers, *leaf.shape), "axes": ("layers", *leaf.axes)}
-    stacked = lambda *each: replace(each[0], **sizes(each[0]), init=partial(init_layers, [leaf.init for leaf in each]))
+    def sizes(leaf):
+        return {"shape": (layers, *leaf.shape), "axes": ("layers", *leaf.axes)}
+
+    def stacked(*each):
+        return replace(each[0], **sizes(each[0]), init=partial(init_layers, [leaf.init for leaf in each]))
+
     return jax.tree.map(stacked, spec, *turns)
 
 
 def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
     """Initial values. A leaf's key depends on its path alone, so adding a parameter changes no other."""
-    draw = lambda name, leaf: leaf.init(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
+
+    def draw(name, leaf):
+        return leaf.init(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
+
     return map_with_name(draw, spec)
 
 

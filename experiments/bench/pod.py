@@ -33,7 +33,7 @@ experiment = Experiment(
 RUN = """
 import os, signal, sys, time
 from jaxformer import cli
-from jaxformer.runs import checkpoint, loop
+from jaxformer.runs import checkpoint, checks, loop
 read = lambda: {line.split(":")[0]: int(line.split()[1]) for line in open("/proc/self/io")}
 def measured(name, function):
     def call(*arguments, **options):
@@ -44,7 +44,7 @@ def measured(name, function):
         print("MEASURED", name, f"{time.monotonic() - began:.1f}", moved, flush=True)
         return result
     return call
-loop.open_data = measured("data", loop.open_data)
+checks.open_data = measured("data", checks.open_data)
 checkpoint.Manager.restore = measured("restore", checkpoint.Manager.restore)
 save, stopped = checkpoint.Manager.save, []
 def stop(*all, **options):

@@ -30,7 +30,8 @@ from jaxformer import cli, config
 from jaxformer.cli.arguments import Parser, place, positive
 from jaxformer.data.batching import BadBatch
 from jaxformer.errors import ConfigError
-from jaxformer.runs import loop
+from jaxformer.families.initial import HuggingFace
+from jaxformer.runs import checks, loop
 from jaxformer.runs.initial import check_initial
 from jaxformer.runs.metrics import NonFinite
 from jaxformer.runs.run_folder import other_text, run_folder
@@ -144,7 +145,7 @@ def check(experiment: Experiment) -> None:
     """Raises ConfigError for what the run would refuse. Any other error is left to the trial, which it ends alone."""
     try:
         check_initial(experiment, build(experiment))
-        loop.open_data(experiment)
+        checks.open_data(experiment)
     except (ConfigError, NotImplementedError):
         raise
     except Exception:
@@ -162,7 +163,7 @@ def attempt(train: Train, runs: epath.PathLike, trial: Trial, place: str) -> Tri
             scores = folder.last_scores()
         else:
             scores = train(trial)
-        loop.ranked(scores, trial.experiment.checkpoints.best)  # an earlier run may lack the score that counts now
+        checks.ranked(scores, trial.experiment.checkpoints.best)  # an earlier run may lack the score that counts now
         return trial._replace(scores=scores)
     except Interrupted:
         raise
@@ -184,7 +185,7 @@ def _reason(error: BaseException) -> str:
 def train_here(runs: epath.PathLike, reports: Sequence[loop.Report], trial: Trial) -> dict[str, Any]:
     """Trains in this process."""
     try:
-        return loop.train(trial.experiment, runs, trial.source, reports).validation
+        return loop.train(trial.experiment, runs, trial.source, reports, weights_of=HuggingFace).validation
     finally:
         jax.clear_caches()  # programs of a run that has ended
 

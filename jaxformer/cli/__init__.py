@@ -179,10 +179,10 @@ def tokens(argv: list[str]) -> int:
     options, overrides = parser_of("tokens", "EXPERIMENT").parse_known_args(argv)
     _, experiment = read_experiment(options.name, overrides)
 
-    from jaxformer.runs import loop
+    from jaxformer.runs import checks
 
     def body() -> int:
-        print(loop.open_data(experiment).description)
+        print(checks.open_data(experiment).description)
         return 0
 
     return _together(body)

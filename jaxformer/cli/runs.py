@@ -53,7 +53,10 @@ def generate(argv: list[str]) -> int:
     from jaxformer.decoding import Beams, Sampling, filters
 
     names = {name: getattr(filters, name) for name in filters.__all__}
-    given = lambda names: {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+    def given(names):
+        return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
     how: dict[str, Any] = given(("seed", "tokens", "stop", "special_tokens"))
     how["filters"] = [config.expressions.evaluate(text, names) for text in options.filter]
     picks, search = given(("temperature", "top_k", "top_p", "min_p", "typical")), given(("beams", "n_best", "length_penalty"))

@@ -143,14 +143,22 @@ def syntax(unit: Any) -> Any:
         return next((node for path, node in definitions if path == name and isinstance(node, ast.ClassDef)), None)
     code = unit.__code__
     named = [node for path, node in definitions if path.rpartition(".")[2] == code.co_name]
-    first_line = lambda node: min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
+
+    def first_line(node):
+        return min(each.lineno for each in (node, *getattr(node, "decorator_list", ())))
+
     found = [node for node in named if first_line(node) == code.co_firstlineno]
     # of every instruction (line, end line, column, end column); in Python 3.11 a return has no width
     positions = [position for position in code.co_positions() if None not in position and position[::2] != position[1::2]]
     if len(found) > 1 and positions:  # lambdas on one line: those whose bodies hold the last instruction
         line, end_line, column, end_column = positions[-1]
-        begins = lambda body: (body.lineno, body.col_offset) <= (line, column)
-        ends = lambda body: (end_line, end_column) <= (body.end_lineno, body.end_col_offset)
+
+        def begins(body):
+            return (body.lineno, body.col_offset) <= (line, column)
+
+        def ends(body):
+            return (end_line, end_column) <= (body.end_lineno, body.end_col_offset)
+
         found = [node for node in found if begins(node.body) and ends(node.body)]
     return max(found, key=lambda node: node.col_offset, default=None)  # the innermost
 

@@ -170,7 +170,10 @@ def _array(value: Any, inner) -> dict[str, Any]:
 
 def _digest(description: Any) -> str:
     """Eight hex digits of a description. 2 and 2.0 are equal, as they are in Python."""
-    number = lambda text: int(float(text)) if float(text).is_integer() else float(text)
+
+    def number(text):
+        return int(float(text)) if float(text).is_integer() else float(text)
+
     description = json.loads(json.dumps(description), parse_float=number)
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:8]
 
@@ -187,7 +190,10 @@ def changes(config: Any, default: Any = None) -> dict[str, Any]:
     if type(default) is type(config):
         usual, found = fields(default), {}
     else:
-        default_of = lambda field: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+        def default_of(field):
+            return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
         usual = {field.name: default_of(field) for field in dataclasses.fields(config)}  # MISSING where there is none
         found = {name: part for name, part in described.items() if name not in usual}
     for name, value in fields(config).items():

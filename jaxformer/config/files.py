@@ -213,7 +213,9 @@ def _names(module: types.ModuleType) -> dict[str, Any]:
         home = str(getattr(getattr(value, "func", value), "__module__", ""))  # of a partial, that of its function
         return home.split(".")[0] == "jaxformer" or is_users_module(sys.modules.get(home))
 
-    offered = lambda value: is_config(value) or (callable(value) and is_offered(value))
+    def offered(value):
+        return is_config(value) or (callable(value) and is_offered(value))
+
     return {name: value for name, value in vars(module).items() if not name.startswith("_") and offered(value)}
 
 

@@ -57,7 +57,10 @@ def _check_parent(option: str, options: Mapping[str, tuple[str, Any, Any]]) -> N
 def _available(path: str, names: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """The names that an expression for the field `path` may call. What the user's file defines comes first."""
     parts, anywhere = path.split("."), names.get("", {})
-    in_library = lambda value: str(getattr(value, "__module__", "")).split(".")[0] == "jaxformer"
+
+    def in_library(value):
+        return str(getattr(value, "__module__", "")).split(".")[0] == "jaxformer"
+
     users = {name: value for name, value in anywhere.items() if not in_library(value)}
     maps: list[Any] = [users, names.get(parts[-1], {}), names.get(parts[0], {}), anywhere]
     return ChainMap(*maps)  # a name of the zoo is loaded when it is looked up

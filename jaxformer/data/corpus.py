@@ -296,7 +296,10 @@ def _learn_tokenizer(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE
 def _sample(path: str, field: str, held_out: float) -> Iterator[str]:
     """The beginnings of up to 64 parts, evenly spaced, without the last fraction `held_out` of all characters."""
     groups, most = _groups(path), SAMPLE
-    texts = lambda group: (text for text, _, _ in _documents(group, field, Problems("skip")))
+
+    def texts(group):
+        return (text for text, _, _ in _documents(group, field, Problems("skip")))
+
     if len(groups) == 1:  # it holds the last ones too
         most = min(most, int((1 - held_out) * sum(map(len, texts(groups[0])))))
     else:

@@ -227,7 +227,10 @@ def _choose(search: Search, logits, how: Beams, limit, stop_tokens, filters) -> 
     n = (length - search.history.prompt.reshape(B, G, M)).astype(jnp.float32)
     tokens = search.history.tokens.reshape(B, G, M, -1)
     end = lax.broadcasted_iota(jnp.int32, tokens.shape, 3) == length[..., None] - 1
-    append = lambda texts: jnp.where(end, texts.token[..., None], _take(tokens, texts.parent))
+
+    def append(texts):
+        return jnp.where(end, texts.token[..., None], _take(tokens, texts.parent))
+
     ended = (best.score > -jnp.inf) & (jnp.isin(best.token, stop_tokens) | (n >= limit))
     new = Finished(append(best), length, best.score, how.rank(best.score, n)).keep(ended)
     left = Finished(tokens, length - 1, search.total, how.rank(search.total, jnp.maximum(n - 1, 1))).keep(stuck)

@@ -73,7 +73,10 @@ def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, option
     encode = partial(models.encode, config, params, dtype=dtype)
     output = encode(tokens, cache=init_cache(config, B, room, dtype), lengths=lengths, **options)
     source = output.cache.source  # which all tokens that are tried share
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
     states = jnp.pad(unit(output.hidden.astype(jnp.float32)), ((0, 0), (0, room - T), (0, 0)))
 
     def step(carry):
@@ -90,7 +93,10 @@ def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, option
         cosines = jnp.einsum("bkd,bsd->bks", own, states, precision="highest")
         penalty = jnp.where(jnp.arange(room)[None, None] < history.length[:, None, None], cosines, -1).max(axis=2)
         best = jnp.argmax(jnp.where(p > 0, (1 - alpha) * p - alpha * penalty, -jnp.inf), axis=1)
-        take = lambda x: jnp.take(x, jnp.arange(B) * k + best, axis=0)
+
+        def take(x):
+            return jnp.take(x, jnp.arange(B) * k + best, axis=0)
+
         states = states.at[jnp.arange(B), history.length].set(take(own.reshape(B * k, -1)), mode="drop")
         token = take(tried.reshape(-1))
         history = history.extend(token[:, None], going)

@@ -95,7 +95,10 @@ def TopP(p: Any, logits: Logits, history: Any) -> Logits:
     ties, less = probabilities == least, _sum(jnp.where(x < least[..., None], x, 0.0))
     count = jnp.sum(ties, axis=-1, keepdims=True)
     removed = jnp.clip(jnp.floor((rest - less) / least).astype(jnp.int32), 0, count - 1)  # of the ties
-    first = lambda: ties & (jnp.cumsum(ties, axis=-1) <= count - removed)
+
+    def first():
+        return ties & (jnp.cumsum(ties, axis=-1) <= count - removed)
+
     ties = lax.cond((removed > 0).any(), first, lambda: ties)  # seldom needed, and slow
     return jnp.where((probabilities > least) | ties, logits, -jnp.inf)
 
@@ -232,8 +235,10 @@ def _column(numbers) -> Array:
 
 def _least(values: Logits, enough: Callable) -> Float[Array, "B 1"]:
     """The least of a row's values t that is enough ([B, 1, 1] -> [B, 1]), as all above it are; the largest if none is."""
+
     # bisects the integers that have the order of float32: 32 sums over a row, where a sort takes 20 times as long
-    ordered = lambda bits: bits ^ ((bits >> 31) & 0x7FFFFFFF)  # its own inverse
+    def ordered(bits):
+        return bits ^ ((bits >> 31) & 0x7FFFFFFF)  # its own inverse
 
     def halve(_, ends):
         low, high = ends

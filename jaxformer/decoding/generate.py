@@ -380,7 +380,9 @@ def _run(config, dtype, params, texts: Texts, settings: Settings, steps, least) 
         logits, cache = decode_step(config, params, last, texts.cache, lengths=going, dtype=dtype)
         return step + 1, append(replace(texts, cache=cache), logits[:, 0], settings)
 
-    more = lambda carry: (carry[0] < steps) & (jnp.sum(~carry[1].done) >= least)
+    def more(carry):
+        return (carry[0] < steps) & (jnp.sum(~carry[1].done) >= least)
+
     return jax.lax.while_loop(more, advance, (jnp.int32(0), texts))[1]
 
 

@@ -204,7 +204,10 @@ def accept(
     """
     A, q = proposal.tokens.shape[1], proposal.probabilities
     q = jax.nn.one_hot(proposal.tokens, p.shape[2]) if q is None else q
-    of_token = lambda x: jnp.take_along_axis(x, proposal.tokens[..., None], axis=2)[..., 0]
+
+    def of_token(x):
+        return jnp.take_along_axis(x, proposal.tokens[..., None], axis=2)[..., 0]
+
     level = jax.vmap(lambda key: jax.random.uniform(key, (A,)))(_fold(keys, A))
     drawn = of_token(q) > 0  # a draft whose filters left no token drew none
     accepted = drawn & (level * of_token(q) < of_token(p[:, :A])) & (jnp.arange(A)[None] < most[:, None])

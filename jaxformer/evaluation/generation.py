@@ -86,7 +86,10 @@ def answers(
     else:
         key = random_key(seed)
         found = [[tokens] for tokens in generate(model, params, prompts, rooms, key=key, stop=ends, **options)]
-    text = lambda prompt, tokens: before_stop(continuation(tokenizer.decode, prompt, tokens), stop)
+
+    def text(prompt, tokens):
+        return before_stop(continuation(tokenizer.decode, prompt, tokens), stop)
+
     texts = {i: [text(questions[i].prompt, tokens) for tokens in some] for i, some in zip(order, found, strict=True)}
     return [list(dict.fromkeys(texts[i])) for i in range(len(questions))]
 

@@ -65,7 +65,9 @@ def model(
             return log_likelihoods(decoder, [(context, new) for _, context, new in requests])
 
         def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-            windows = lambda text: get_rolling_token_windows(self.tok_encode(text), prefix, self.max_length, context_len=1)
+            def windows(text):
+                return get_rolling_token_windows(self.tok_encode(text), prefix, self.max_length, context_len=1)
+
             texts = [[make_disjoint_window(window) for window in windows(request.args[0])] for request in requests]
             found = iter(log_likelihoods(decoder, [window for text in texts for window in text]))
             return [float(sum(next(found)[0] for _ in text)) for text in texts]

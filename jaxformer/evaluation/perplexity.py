@@ -39,7 +39,10 @@ def perplexity(score: Callable[[Any, dict, Any], LossSums], params: Any, batches
     if sums is None or float(sums.weight) == 0:
         raise ConfigError("perplexity: no token to score; the validation split is empty, or shorter than the model's context")
     loss = float(sums.loss) / float(sums.weight)
-    mean = lambda total, weight: total / np.maximum(weight, 1e-30)
+
+    def mean(total, weight):
+        return total / np.maximum(weight, 1e-30)
+
     metrics = as_numbers({name: mean(*pair) for name, pair in sums.metrics.items()})
     scores = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
     return scores | metrics | {"tokens": float(sums.weight)}
@@ -120,7 +123,10 @@ def equal_texts(tokenizer: Any) -> tuple[str, str] | None:
     if not isinstance(tokenizer, tokenizers.BPE):
         return None
     unknown = tokenizer.encode("\U0001f0a1")
-    same = lambda one, other: tokenizer.encode(one) == tokenizer.encode(other) != unknown
+
+    def same(one, other):
+        return tokenizer.encode(one) == tokenizer.encode(other) != unknown
+
     return next((pair for pair in PAIRS if same(*pair)), None)
 
 

@@ -42,7 +42,10 @@ def read_heads(c: Json, prefix: str, kinds: dict[str, tuple]) -> tuple:
 
 def write_heads(heads: tuple, prefix: str, kinds: dict[str, tuple]) -> Json:
     """The class and the labels for config.json. Raises ConfigError if no class has heads of these names."""
-    names = lambda heads: [head.name for head in heads if head.name != "pooled"]
+
+    def names(heads):
+        return [head.name for head in heads if head.name != "pooled"]
+
     kind = next((kind for kind in kinds if names(kinds[kind]) == names(heads)), None)
     if kind is None:
         raise ConfigError(f"model.heads={heads}: expected those of a class {prefix}... of transformers: {kinds}")

@@ -114,7 +114,10 @@ def layer_kinds(key: str, kinds: Any, layers: int, *allowed: str) -> list[str]:
 
 def shortest_pattern(items: list) -> tuple:
     """The shortest prefix that, repeated, gives the list."""
-    fits = lambda n: all(item == items[i % n] for i, item in enumerate(items))
+
+    def fits(n):
+        return all(item == items[i % n] for i, item in enumerate(items))
+
     return tuple(items[: next(filter(fits, range(1, len(items) + 1)))])
 
 

@@ -54,7 +54,10 @@ def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
 
 def _write_vit(config: Any) -> Json:
     patches, head = config.embedding, config.heads[0] if config.heads else None
-    single = lambda pair: pair[0] if len(set(pair)) == 1 else list(pair)
+
+    def single(pair):
+        return pair[0] if len(set(pair)) == 1 else list(pair)
+
     c = write_fields(config, VIT_FIELDS) | write_heads(config.heads, "ViT", _vit_heads({})) | {
         "image_size": single(patches.image), "patch_size": single(patches.patch), "num_channels": patches.channels,
         "encoder_stride": getattr(head, "stride", 16), "pooler_output_size": config.d_model,

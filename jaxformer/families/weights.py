@@ -89,7 +89,10 @@ def _sources(file, family: Family, tensors: dict[str, Tensor]) -> tuple[dict[str
 
 def _heads_left_out(file, family: Family, tensors, used: Collection[str], ignored: str) -> list[str]:
     """Tensors of the file that belong to heads of which the model has no part."""
-    module = lambda name: match.group().strip(".") if (match := re.search(family.heads, name)) else None
+
+    def module(name):
+        return match.group().strip(".") if (match := re.search(family.heads, name)) else None
+
     modules = {module(name) for name in tensors}
     unused = (name for name in file.names if name not in used and not re.search(ignored, name))
     return [name for name in unused if module(name) is not None and module(name) not in modules]
@@ -102,7 +105,10 @@ def _check(file, tensors, source, duplicates: set[str], leaves: dict[str, Spec],
     absent = {part.path: name for name, tensor in tensors.items() if name not in source for part in tensor.parts}
     # if the file has a parameter for some layers only, it is damaged
     incomplete = {part.path for name in source.keys() & tensors.keys() for part in tensors[name].parts}
-    optional = lambda path: allow_missing is not None and path not in incomplete and re.search(allow_missing, path)
+
+    def optional(path):
+        return allow_missing is not None and path not in incomplete and re.search(allow_missing, path)
+
     missing = [f"{name} (our {path})" for path, name in absent.items() if not optional(path)]
     pairs = [(name, file.names[name][0], tensors[table].shape) for table, name in source.items() if table in tensors]
     shapes = [f"{name} {shape}, not {expected}" for name, shape, expected in pairs if shape != expected]

@@ -65,7 +65,10 @@ def save(
             raise
         reason = f"this model needs a fixed size, give length= or batch= as well ({str(error).splitlines()[0]})"
         raise ConfigError(f"{path}: {reason}") from error
-    shape_of = lambda a: {"shape": [d if isinstance(d, int) else str(d) for d in a.shape], "dtype": str(a.dtype)}
+
+    def shape_of(a):
+        return {"shape": [d if isinstance(d, int) else str(d) for d in a.shape], "dtype": str(a.dtype)}
+
     manifest = {
         "program": PROGRAM, "result": shape_of(exported.out_avals[0]), "model": config_description(config),
         "arguments": {"params": "model.safetensors"} | {name: shape_of(a) for name, a in arguments.items()},

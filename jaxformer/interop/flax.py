@@ -108,7 +108,9 @@ class FlaxFeedForward:
     call: Callable = call_with_x
 
     def __call__(self, config: ModelConfig) -> FeedForward:
-        wrap = lambda run, *arguments: FeedForwardOutput(run(*arguments))
+        def wrap(run, *arguments):
+            return FeedForwardOutput(run(*arguments))
+
         return FeedForward(*_part("model.feedforward", self, config, wrap))
 
 
@@ -189,8 +191,11 @@ def _part(where: str, layer: FlaxFeedForward | FlaxMixer, config: ModelConfig, w
     T = config.embedding.length if isinstance(config.embedding, Patches) else config.context_length
     # every layer accepts full()
     mask = next((mask for mask in config.masks if mask.rule is rules.full), config.masks[0])
+
     # the shapes of parameters may depend on T and D
-    example = lambda: (jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None]))
+    def example():
+        return (jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None]))
+
     spec, run = _layer(where, layer, example)
     apply = partial(wrap, lambda params, x, context: run(params, x, context).astype(x.dtype))
     out = jax.eval_shape(lambda params: apply(params, *example())[0], params.abstract(spec)).shape
@@ -206,8 +211,11 @@ def _layer(where: str, layer: Any, example: Callable) -> tuple[Tree, Callable]:
 
 
 def _linen_layer(where: str, module, call: Callable, example: Callable) -> tuple[Tree, Callable]:
-    boxed = lambda leaf: isinstance(leaf, linen.Partitioned)
-    unboxed = lambda leaf: leaf.value if boxed(leaf) else leaf
+    def boxed(leaf):
+        return isinstance(leaf, linen.Partitioned)
+
+    def unboxed(leaf):
+        return leaf.value if boxed(leaf) else leaf
 
     def start(key: Array) -> Tree:
         x, context = example()

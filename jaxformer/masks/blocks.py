@@ -72,7 +72,10 @@ def _bounds(mask, q, kv, known_offset: bool) -> Bounds:
     """Least and most visible pairs of each block. Without a known offset the queries may be anywhere."""
     # the operands that are known at trace time are counted together; the others may show anything
     total = totals(q, kv)
-    known = lambda part: part.static and (known_offset or made_of(part, OF_KEYS))
+
+    def known(part):
+        return part.static and (known_offset or made_of(part, OF_KEYS))
+
     if known(mask):
         counts = _counts(mask, q, kv)
         try:
@@ -87,7 +90,10 @@ def _bounds(mask, q, kv, known_offset: bool) -> Bounds:
 def _counts(mask, q, kv) -> Bounds:
     """Bounds of a static mask from its structure alone: exact for one rule and for any function of q - kv."""
     total = totals(q, kv)
-    of_distance = lambda part: made_of(part, OF_DISTANCE)
+
+    def of_distance(part):
+        return made_of(part, OF_DISTANCE)
+
     if of_distance(mask):
         distances = np.arange(q[0] - kv[-1] + 1, q[-1] - kv[0])
         visible = mask._evaluate(distances.reshape(1, 1, -1, 1), np.zeros((1, 1, 1, 1), distances.dtype))
@@ -223,7 +229,10 @@ def _between(integral):
 def _count_layout(mask, q, kv):
     """Of a mask that is constant on its own blocks from position 0 on, and hidden beyond."""
     layout, block = rules.layout_of(*mask.args[1:]), mask.args[0]
-    shared = lambda edges, n: np.diff(np.clip(edges[:, None] - block * np.arange(n)[None], 0, block), axis=0).astype(float)
+
+    def shared(edges, n):
+        return np.diff(np.clip(edges[:, None] - block * np.arange(n)[None], 0, block), axis=0).astype(float)
+
     return (shared(q, layout.shape[1]) @ layout @ shared(kv, layout.shape[2]).T).astype(np.int64)
 
 
@@ -255,8 +264,13 @@ def _count_keys(mask, q, kv):
 
 def _count_global(mask, q, kv):
     (tokens,) = mask.args
-    before = lambda edges: np.clip(edges, 0, tokens) if isinstance(tokens, int) else np.searchsorted(tokens, edges)
-    others = lambda edges: np.diff(edges - before(edges))  # positions of each block that are no global tokens
+
+    def before(edges):
+        return np.clip(edges, 0, tokens) if isinstance(tokens, int) else np.searchsorted(tokens, edges)
+
+    def others(edges):
+        return np.diff(edges - before(edges))  # positions of each block that are no global tokens
+
     return totals(q, kv) - (others(q)[:, None] * others(kv))[None]
 
 

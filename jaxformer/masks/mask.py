@@ -160,7 +160,10 @@ class Mask:
             text = f"({text})" if self.rule in (*_SYMBOLS, rules.not_) else text
             return f"{text}.at({self.offset if isinstance(self.offset, int) else _short(self.offset)})"
         if self.rule in _SYMBOLS:
-            nested = lambda part: part.rule in _SYMBOLS and part.rule is not self.rule
+
+            def nested(part):
+                return part.rule in _SYMBOLS and part.rule is not self.rule
+
             return _SYMBOLS[self.rule].join(f"({part})" if nested(part) else str(part) for part in self.parts)
         if self.rule is rules.not_:
             return f"~({self.parts[0]})" if self.parts[0].rule in _SYMBOLS else f"~{self.parts[0]}"

@@ -72,7 +72,10 @@ def evaluation(model: Any) -> Any:
     """The model as it is scored: without dropout, and each part that has a method `evaluation()` as it returns."""
     if isinstance(model, EncoderDecoder):
         return replace(model, encoder=evaluation(model.encoder), decoder=evaluation(model.decoder))
-    to_score = lambda part: part.evaluation() if hasattr(part, "evaluation") else part
+
+    def to_score(part):
+        return part.evaluation() if hasattr(part, "evaluation") else part
+
     if not isinstance(model, ModelConfig):
         return to_score(model)
     mixer = tuple(map(to_score, model.mixer)) if isinstance(model.mixer, tuple) else to_score(model.mixer)

@@ -79,7 +79,10 @@ class Lora:
         if not factors:
             problem = f"trains={self.trains!r} matches all matrices of pattern={self.pattern!r}"
             raise ConfigError(f"adaptation: {problem}; make one of them narrower")
-        make = lambda tree: merge(tree["weights"], tree["factors"], self.alpha / self.rank)
+
+        def make(tree):
+            return merge(tree["weights"], tree["factors"], self.alpha / self.rank)
+
         others = "|".join(map(re.escape, trained))
         frozen = f"^weights/(?!({others})$)" if trained else "^weights/"
         return Adapted({"weights": spec, "factors": factors}, make, frozen)
@@ -155,12 +158,20 @@ def transfer(
         unused=[path for path in found if path not in wanted],
         misshapen=[path for path in both if found[path].shape != wanted[path].shape],
     )
-    allowed = lambda path: allow is not None and re.search(allow, path)
-    shown = lambda path: f"{path} {found[path].shape} for {wanted[path].shape}" if path in report.misshapen else path
+
+    def allowed(path):
+        return allow is not None and re.search(allow, path)
+
+    def shown(path):
+        return f"{path} {found[path].shape} for {wanted[path].shape}" if path in report.misshapen else path
+
     kinds = {kind: [shown(path) for path in paths if not allowed(path)] for kind, paths in report._asdict().items()}
     if problems := [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names and kind != "taken"]:
         raise ConfigError(f"transfer: {'; '.join(problems)}; rename them, or allow them by a regular expression")
-    take = lambda path, leaf: jnp.asarray(found[path], leaf.dtype) if path in report.taken else leaf
+
+    def take(path, leaf):
+        return jnp.asarray(found[path], leaf.dtype) if path in report.taken else leaf
+
     return params.map_with_name(take, target), report
 
 
@@ -173,7 +184,10 @@ def resize_vocabulary(
     models". `noise` times the standard deviation of the old rows tells new rows apart. Of a pair both halves change; where
     they share no table, one may be given by itself: `resize_vocabulary(pair.encoder, weights["encoder"], ...)`.
     """
-    sized: Any = lambda stack: replace(stack, vocab_size=vocab_size)
+
+    def sized(stack):
+        return replace(stack, vocab_size=vocab_size)
+
     pair = isinstance(config, EncoderDecoder)
     new = replace(config, encoder=sized(config.encoder), decoder=sized(config.decoder)) if pair else sized(config)
     specs = params.paths(models.spec(config))

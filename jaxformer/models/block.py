@@ -26,7 +26,10 @@ def feedforward_spec(config: ModelConfig, lead=(), lead_axes=()) -> Tree:
     D, F = config.d_model, config.ff_width
     into, back = ((D, F), ("embed", "mlp"), config.std), ((F, D), ("mlp", "embed"), residual_std(config))
     places = {"up": into, "down": back} | ({"gate": into} if config.feedforward in GATES else {})
-    matrix = lambda name, shape, axes, std: linear_spec(config, name, (*lead, *shape), (*lead_axes, *axes), axes[:1], std)
+
+    def matrix(name, shape, axes, std):
+        return linear_spec(config, name, (*lead, *shape), (*lead_axes, *axes), axes[:1], std)
+
     return {name: matrix(name, *place) for name, place in places.items()}
 
 

@@ -59,9 +59,15 @@ def training_flops(
     gradient that passes through it, or 2 where nothing trains in its part of the model or before it.
     """
     source = length if source is None else source
-    width = lambda stack: stack.num_layers * stack.num_heads * stack.head_size
+
+    def width(stack):
+        return stack.num_layers * stack.num_heads * stack.head_size
+
     passes = _passes(config, trained)
-    backward = lambda part: 12 if passes(part) else 4
+
+    def backward(part):
+        return 12 if passes(part) else 4
+
     if isinstance(config, EncoderDecoder):  # the decoder attends to the source, too
         attended = backward("decoder/layers") * width(config.decoder) * (length + source)
         attended += backward("encoder/layers") * width(config.encoder) * source * _ratio(length, source)
@@ -73,7 +79,10 @@ def training_flops(
 def _multiplied(config: ModelConfig | EncoderDecoder, length: int, source: int, trained: Trained | None = None) -> int:
     """FLOPs of the weights that a token is multiplied with; those that read the source count for each of its tokens."""
     of_source = ("encoder/", "decoder/layers/cross_attention/key", "decoder/layers/cross_attention/value")
-    times = lambda path: _ratio(length, source) if isinstance(config, EncoderDecoder) and path.startswith(of_source) else 1.0
+
+    def times(path):
+        return _ratio(length, source) if isinstance(config, EncoderDecoder) and path.startswith(of_source) else 1.0
+
     passes = _passes(config, trained)
 
     def flops(path: str) -> int:
@@ -89,7 +98,10 @@ def _passes(config: ModelConfig | EncoderDecoder, trained: Trained | None) -> Ca
     order = ["embedding", "layers", ""]
     if isinstance(config, EncoderDecoder):
         order = ["encoder/embedding", "encoder/layers", "encoder/", "decoder/embedding", "decoder/layers", ""]
-    place = lambda path: next(number for number, part in enumerate(order) if path.startswith(part))
+
+    def place(path):
+        return next(number for number, part in enumerate(order) if path.startswith(part))
+
     found = (place(path) for path in params.paths(models.spec(config)) if trained is None or trained(path))
     first = min(found, default=len(order))
     return lambda path: place(path) >= first
@@ -130,7 +142,10 @@ def utilization(
     """
     if device_kind not in CHIPS:
         raise ConfigError(f"{device_kind}: its peak is not known; there are {', '.join(CHIPS)}")
-    share = lambda flops: flops * tokens_per_second / (devices * CHIPS[device_kind].peak)
+
+    def share(flops):
+        return flops * tokens_per_second / (devices * CHIPS[device_kind].peak)
+
     weights = _multiplied(config, length, length if source is None else source, trained)
     return {"6N+12LNHT": share(training_flops(config, length, source, trained)), "6N": share(weights)}
 

@@ -23,7 +23,10 @@ from jaxformer.sharding import mesh_axes, with_logical_constraint
 def spec(config: ModelConfig) -> Tree:
     """Parameters of the embedding."""
     how, start = config.embedding, normal(config.std)
-    rows = lambda axis, count: Spec((count, config.d_model), (axis, "embed"), start)
+
+    def rows(axis, count):
+        return Spec((count, config.d_model), (axis, "embed"), start)
+
     one = Spec((config.d_model,), ("embed",), start)
     tree: Tree = {}
     if isinstance(how, Patches):
@@ -108,7 +111,10 @@ def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Ar
     how: Any = config.embedding
     flat = params["patches"] | {"kernel": params["patches"]["kernel"].reshape(-1, config.d_model)}
     x = linear("btp,pd->btd", patches(images, how.patch), flat)
-    row = lambda name: params[name].astype(x.dtype)[None, None]
+
+    def row(name):
+        return params[name].astype(x.dtype)[None, None]
+
     if masked is not None:
         if not how.mask_token:
             raise ConfigError("inputs: masked patches, but model.embedding has no mask token; set mask_token=True")

@@ -51,7 +51,10 @@ def spec(config: ModelConfig) -> Tree:
 
 def _head(config: ModelConfig, head, table: Weight | None) -> Head:
     D, V, start = config.hidden_width, config.vocab_size, normal(config.std)
-    matrix = lambda width, out, axis, bias: params.linear((width, out), ("embed", axis), ("embed",), start, bias)
+
+    def matrix(width, out, axis, bias):
+        return params.linear((width, out), ("embed", axis), ("embed",), start, bias)
+
     match head:
         case LanguageModel():
             tree: Tree = {"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {}
@@ -68,7 +71,10 @@ def _head(config: ModelConfig, head, table: Weight | None) -> Head:
                 tree |= matrix(width if head.pooler else D, head.classes, "class", head.bias)
             return Head(head.name, tree, partial(classify, head))
         case TokenClassification():
-            classes = lambda params, hidden, _: linear("btd,dc->btc", hidden, params, _wide(hidden))
+
+            def classes(params, hidden, _):
+                return linear("btd,dc->btc", hidden, params, _wide(hidden))
+
             return Head(head.name, matrix(D, head.classes, "class", True), classes)
     return head(config)
 

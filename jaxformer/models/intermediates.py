@@ -98,7 +98,10 @@ def of_stack(name: str, wanted: Wanted, edits: Mapping[str, Edit] | None) -> tup
     for path in (*wanted, *(edits or {})):
         if not path.startswith(("encoder/", "decoder/")):
             raise ConfigError(f"intermediates: {path}: of an encoder-decoder a name begins with encoder/ or decoder/")
-    inside = lambda named: {path[len(name) + 1 :]: f for path, f in named.items() if path.startswith(name)}
+
+    def inside(named):
+        return {path[len(name) + 1 :]: f for path, f in named.items() if path.startswith(name)}
+
     some = inside(wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted))
     return some if isinstance(wanted, Mapping) else tuple(some), inside(edits or {})
 

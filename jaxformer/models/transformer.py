@@ -98,7 +98,10 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
 def _owners(trees: Iterable[dict[str, Spec]]) -> dict[str, list[Spec]]:
     """The specs that each path has in different mixers. ConfigError where they are no rows of one parameter."""
     owners: dict[str, list[Spec]] = {}
-    traits = lambda leaf: (leaf.shape, leaf.axes, leaf.contracts, leaf.rate)
+
+    def traits(leaf):
+        return (leaf.shape, leaf.axes, leaf.contracts, leaf.rate)
+
     for path, leaf in itertools.chain.from_iterable(tree.items() for tree in trees):
         owners.setdefault(path, []).append(leaf)
         if traits(leaf) != traits(first := owners[path][0]):
@@ -249,8 +252,13 @@ def same_segment(config: ModelConfig, segment_ids: Int[jax.Array, "B T"]) -> Mas
 
 def at_positions(mask: Mask, positions: Int[jax.Array, "B S"]) -> Mask:
     """The mask at positions of segments. Rules of distance stay: slots are as far apart, without padding inside."""
-    stays = lambda part: part in (masks.causal(), masks.full()) or masks.shift_invariant(part)
-    located = lambda part: Mask(_at_positions, arrays=(positions,), parts=(part,))
+
+    def stays(part):
+        return part in (masks.causal(), masks.full()) or masks.shift_invariant(part)
+
+    def located(part):
+        return Mask(_at_positions, arrays=(positions,), parts=(part,))
+
     return reduce(Mask.__and__, (part if stays(part) else located(part) for part in mask.conjuncts()))
 
 

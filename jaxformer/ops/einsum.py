@@ -120,7 +120,10 @@ def _stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
     if w.scale is None:
         y = _lines_product(x, values.astype(x.dtype))
     else:
-        wide = lambda x, values: _lines_product(x, cpu_barrier(values.astype(x.dtype)))  # XLA:CPU would convert in a slow loop
+
+        def wide(x, values):
+            return _lines_product(x, cpu_barrier(values.astype(x.dtype)))  # XLA:CPU would convert in a slow loop
+
         on_cpu = _int8_product if len(x) <= FEW_ROWS else wide
         y = jax.lax.platform_dependent(x, values, cpu=on_cpu, default=wide) * w.scale.reshape(1, -1)
     return y.reshape(*rows, *columns)
@@ -235,7 +238,10 @@ def _contraction(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> Arra
     """
     batch = [axis for axis in a_axes if axis in b_axes and axis in out]
     summed = [axis for axis in a_axes if axis in b_axes and axis not in out]
-    places = lambda axes: ([a_axes.index(axis) for axis in axes], [b_axes.index(axis) for axis in axes])
+
+    def places(axes):
+        return ([a_axes.index(axis) for axis in axes], [b_axes.index(axis) for axis in axes])
+
     with jax.named_scope(f"{a_axes},{b_axes}->{out}"):
         wide = jnp.promote_types(a.dtype, jnp.float32)
         y = jax.lax.dot_general(a, b, (places(summed), places(batch)), preferred_element_type=wide)
@@ -250,12 +256,22 @@ def _batched_dot(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> Arra
     """
     batch = "".join(axis for axis in out if axis in a_axes and axis in b_axes)
     summed = "".join(axis for axis in a_axes if axis not in out)
-    matrix = lambda axes: "".join(axis for axis in axes if axis not in batch)
-    free = lambda axes: "".join(axis for axis in matrix(axes) if axis in out)
-    in_order = lambda axes: matrix(axes) == free(axes) + summed
+
+    def matrix(axes):
+        return "".join(axis for axis in axes if axis not in batch)
+
+    def free(axes):
+        return "".join(axis for axis in matrix(axes) if axis in out)
+
+    def in_order(axes):
+        return matrix(axes) == free(axes) + summed
+
     if in_order(b_axes) and not in_order(a_axes):
         a_axes, b_axes, a, b = b_axes, a_axes, b, a
-    kernels = lambda axes, narrow: (free(axes) + summed, *(() if narrow else (summed + free(axes),)))
+
+    def kernels(axes, narrow):
+        return (free(axes) + summed, *(() if narrow else (summed + free(axes),)))
+
     # a first operand [batch, k, m] costs nothing in float32, but in 16 bits it is eight times slower than a copy of it
     left, right = (
         batch + (matrix(axes) if matrix(axes) in kernels(axes, narrow) else free(axes) + summed)
@@ -267,8 +283,13 @@ def _batched_dot(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> Arra
     if jax.sharding.get_abstract_mesh().size > 1:  # which may split several of the batch axes
         y = _contraction(left, right, order, a, b)
     else:  # XLA:CPU folds a transpose of several batch axes into the product, and has no 16-bit kernel for that
-        one = lambda axes: batch[0] + axes[len(batch) :]
-        joined = lambda x: x.reshape(math.prod(x.shape[: len(batch)]), *x.shape[len(batch) :])
+
+        def one(axes):
+            return batch[0] + axes[len(batch) :]
+
+        def joined(x):
+            return x.reshape(math.prod(x.shape[: len(batch)]), *x.shape[len(batch) :])
+
         y = _contraction(one(left), one(right), one(order), joined(a), joined(b)).reshape([sizes[axis] for axis in order])
     return y if order == out else jnp.transpose(jax.lax.optimization_barrier(y), [order.index(axis) for axis in out])
 
@@ -310,7 +331,9 @@ def _scattered_gradient(spec: str, axes: dict[str, tuple[str, ...]], dtype, x, g
         part = reduce_scatter(_gradient(f"{x_axes},{out}->{order}", x, g).astype(dtype), "fsdp")
         return psum(part, others) if others else part
 
-    split = lambda letters: P(*(axes.get(letter) or None for letter in letters))
+    def split(letters):
+        return P(*(axes.get(letter) or None for letter in letters))
+
     manual = frozenset(name for names in axes.values() for name in names)
     specs = dict(in_specs=(split(x_axes), split(out)), out_specs=P("fsdp", *split(order)[1:]))
     dw = jax.shard_map(on_each, **specs, axis_names=manual, check_vma=False)(x, g)

@@ -205,7 +205,10 @@ def _on_shards(function, options: _Options, tokens: _Tokens, head: _Head):
 
     specs = dict(in_specs=(tokens_spec, P()), out_specs=(P(), tokens_spec, P(axes)))
     sums, d_hidden, d_heads = jax.shard_map(on_each, **specs, axis_names=frozenset(axes), check_vma=False)(tokens, head)
-    total = lambda d: _total(d, axes, vocab or (), kernel_spec if d.ndim == 3 else bias_spec)
+
+    def total(d):
+        return _total(d, axes, vocab or (), kernel_spec if d.ndim == 3 else bias_spec)
+
     return sums, (d_hidden, jax.tree.map(total, d_heads))
 
 

@@ -158,8 +158,12 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, device_capa
         served_choices, room, rows = _with_room(split, chosen, E, capacity, groups)
 
     # pcast here, not where arrays first meet: its transpose is a sum over devices, and these arrays are the smallest
-    spread = lambda a: varying(a, {*split.batch, *split.length, *split.experts, *split.mlp})
-    gather = lambda w, axis: _gather(split.embed, axis, x.dtype, spread(w)) if split.embed else spread(w)
+    def spread(a):
+        return varying(a, {*split.batch, *split.length, *split.experts, *split.mlp})
+
+    def gather(w, axis):
+        return _gather(split.embed, axis, x.dtype, spread(w)) if split.embed else spread(w)
+
     experts = Experts(None if gate is None else gather(gate, 1), gather(up, 1), gather(down, 2), activation)
     tokens, weights = spread(x.reshape(B * T, D)), routing.weights.reshape(B * T, top_k).T
     choices = Choices(tokens, served_choices.reshape(top_k, B * T), weights)
@@ -235,7 +239,9 @@ def _first_choices(split: Split, chosen: Int[Array, "top_k B T"], E: int, room: 
 
 
 def _statistics(split: Split, logits, routing: Routing, chosen, real, served) -> RoutingStatistics:
-    total = lambda a: lax.psum(a, split.batch + split.length)
+    def total(a):
+        return lax.psum(a, split.batch + split.length)
+
     sizes, top_k = _sizes(chosen, logits.shape[-1]), chosen.shape[0]
     asked = total(jnp.sum(sizes))
     fraction = total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1)
@@ -252,7 +258,9 @@ def local(choices: Choices, experts: Experts, E: int, room: int | None, rows: in
     here = experts.up.shape[0]
     if room is None:
         table, owners, used = _blocks(choices.experts, here, E, rows)
-        product = lambda x, w: _grouped(*alike(x, w), owners, used)
+
+        def product(x, w):
+            return _grouped(*alike(x, w), owners, used)
     else:
         table, product = _buckets(choices.experts, here, room), _bucket_product
     return _combine(table, experts(product, _take(choices.tokens, table.tokens)), choices)
@@ -384,11 +392,17 @@ def _grouped_backward(residuals, g):
 def _grouped_gradients(x, w, owners, used, g):
     """The gradients of x and w."""
     loop, copies = partial(_each_block, "bf,df->bd"), partial(_product_of_copies, "gtf,gdf->gtd")
-    ragged = lambda g, w, *blocks: _ragged(g, w.swapaxes(1, 2), *blocks)
+
+    def ragged(g, w, *blocks):
+        return _ragged(g, w.swapaxes(1, 2), *blocks)
+
     dx = lax.platform_dependent(*alike(g, w.astype(x.dtype)), owners, used, cpu=loop, cuda=copies, default=ragged)
     each = partial(_sum_blocks, len(w))
+
     # of a loop whose number of turns is not known, a GPU's host waits for each turn
-    all_blocks = lambda x, g, owners, used: each(x, _zero_unused(g, used), owners, len(owners))
+    def all_blocks(x, g, owners, used):
+        return each(x, _zero_unused(g, used), owners, len(owners))
+
     kernel = partial(_sum_on_tpu, len(w)) if x.shape[1] % LANES == 0 else each
     dw = lax.platform_dependent(*alike(x, g), owners, used, tpu=kernel, cuda=all_blocks, default=each)
     return dx, dw.astype(w.dtype)
@@ -456,7 +470,9 @@ def _sum_tile(expert, block, what, x, g, out):
     from jax.experimental import pallas
 
     step = what[pallas.program_id(2)]
-    part = lambda: lax.dot_general(x[0], g[0], (((0,), (0,)), ((), ())), preferred_element_type=out.dtype)
+
+    def part():
+        return lax.dot_general(x[0], g[0], (((0,), (0,)), ((), ())), preferred_element_type=out.dtype)
 
     @pallas.when(step == ADD)
     def _():
@@ -496,7 +512,9 @@ def _zero_unused(x: Float[Array, "n b D"], used: Int[Array, ""]) -> Float[Array,
 # XLA:CPU (jax 0.10) multiplies every row by every expert in `lax.ragged_dot`. A loop does not visit unused blocks, nor read the
 # weights of experts without tokens.
 def _each_block(spec, x, w, owners, used):
-    product = lambda i: einsum(spec, _at(x, i), _at(w, owners[i]))
+    def product(i):
+        return einsum(spec, _at(x, i), _at(w, owners[i]))
+
     out, _ = alike(jnp.zeros((x.shape[0], *jax.eval_shape(product, 0).shape), x.dtype), x)
     return lax.fori_loop(0, used, lambda i, out: _put(out, product(i), i), out)
 

@@ -197,8 +197,11 @@ class YaRN:
 
     def scale(self, frequencies: np.ndarray, theta: float, lengths: Array | None) -> tuple[Any, float]:
         pairs, amplitude = len(frequencies), self.attention_factor
+
         # the (fractional) pair that makes `turns` full turns within the original context
-        pair = lambda turns: pairs * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
+        def pair(turns):
+            return pairs * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(theta)
+
         first, last = pair(self.beta_fast), pair(self.beta_slow)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)

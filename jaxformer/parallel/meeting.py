@@ -64,14 +64,20 @@ def _welcome(port: int, mine: dict[str, Any], limit: float, deadline: float, sil
     """Process 0 accepts a connection from each of the others."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    listen = lambda: socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+
+    def listen():
+        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+
     try:
         listener = _retry(listen, deadline)  # process 0 of an earlier run may still have the port
     except OSError as error:
         problem = f"port {port}: process 0 cannot listen there ({error.strerror})"
         raise ConfigError(f"{problem}; if this is no second process 0 of the run, give another port") from None
     names, links, count = {0: mine["name"]}, dict[int, Link](), mine["count"]
-    present = lambda: ", ".join(names[index] for index in (0, *sorted(links)))
+
+    def present():
+        return ", ".join(names[index] for index in (0, *sorted(links)))
+
     with listener:
         while len(links) + 1 < count:
             listener.settimeout(max(deadline - time.monotonic(), 0.01))

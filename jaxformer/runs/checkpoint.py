@@ -280,7 +280,10 @@ class Manager(AbstractContextManager):
         renames nothing, if a step cannot be read.
         """
         self.wait()
-        put_aside = lambda bad, why: first(lambda: self._put_aside(bad, why))
+
+        def put_aside(bad, why):
+            return first(lambda: self._put_aside(bad, why))
+
         return newest_good(self.folder, abstract_state, "", step, put_aside)
 
     def wait(self) -> None:

@@ -70,7 +70,10 @@ def steps(folder: Folder) -> list[int]:
 def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part: str = "params") -> tuple[int, Tree, dict]:
     """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
     folder = resolve(folder)
-    skip = lambda bad, why: log.warning(f"{folder}: step {bad} is damaged: {why}; an older one is taken")
+
+    def skip(bad, why):
+        return log.warning(f"{folder}: step {bad} is damaged: {why}; an older one is taken")
+
     restored = newest_good(folder, abstract, f"{part}/", step, skip)
     if restored is None:
         raise CheckpointError(f"{folder}: no checkpoint there; train first")

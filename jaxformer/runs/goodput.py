@@ -48,7 +48,10 @@ class Goodput:
     def summary(self) -> str:
         """One line: the share of the wall time that went into steps that count, and the seconds of each part."""
         starts = [*self.earlier, self.seconds]
-        seconds = lambda start, part: start[part] if isinstance(start.get(part), float) else 0.0
+
+        def seconds(start, part):
+            return start[part] if isinstance(start.get(part), float) else 0.0
+
         totals = {part: sum(seconds(start, part) for start in starts) for part in PARTS}
         wall = max(sum(totals.values()), 1e-9)
         parts = ", ".join(f"{part} {total:.1f}" for part, total in totals.items())

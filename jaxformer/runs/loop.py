@@ -2,8 +2,6 @@
 
 import contextlib
 import errno
-import hashlib
-import json
 import logging
 import math
 import shlex
@@ -24,21 +22,22 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.parallel import pmap, processes
 from jaxformer.runs import checkpoint, compilation_cache, memory, replicas, reproduction
-from jaxformer.runs.goodput import Goodput
-from jaxformer.runs.initial import check_initial
-from jaxformer.runs.metrics import UNRECORDED, Console, NonFinite, Record, Reporter, open_loggers
-from jaxformer.runs.run import (
-    ask,
-    check_data,
-    evaluator,
-    examples_scored,
-    new_names,
-    on_devices,
-    sample_text,
-    warn_of_order,
-    writes_text,
+from jaxformer.runs.best_effort import BestEffort
+from jaxformer.runs.checks import (
+    can_sample,
+    check,
+    check_hosts,
+    check_scores,
+    evaluate_on,
+    ranked,
+    score_name,
+    try_best,
+    was_scored,
 )
-from jaxformer.runs.run_folder import RunFolder, as_it_began, compare, describe, introduce, run_folder
+from jaxformer.runs.goodput import Goodput
+from jaxformer.runs.metrics import UNRECORDED, Console, NonFinite, Record, Reporter, open_loggers
+from jaxformer.runs.run import check_data, evaluator, examples_scored, on_devices, sample_text, warn_of_order
+from jaxformer.runs.run_folder import RunFolder, as_it_began, describe, introduce, run_folder
 from jaxformer.runs.signals import Interrupted, Signals
 from jaxformer.runs.start import first_params
 from jaxformer.training import optimizers
@@ -103,32 +102,24 @@ def train(
     one that was not. `source` is the experiment's file, which the folder keeps. `refresh` is called after each evaluation
     with the folder, `reports` at the end with the result and the records: they return a line to print. `began` is when the
     program began, by `time.monotonic`: now, by default. `weights_of(text)` reads an `initial` that is a text and names no run
-    of ours. Raises ConfigError for what the user can mend, NonFinite when the
-    numbers stay bad, Interrupted on SIGTERM. Several processes (`parallel.processes`) call it alike; the first one writes.
+    of ours. Raises ConfigError for what the user can mend, NonFinite when the numbers stay bad, Interrupted on SIGTERM. Several
+    processes (`parallel.processes`) call it alike; the first one writes.
     """
-    folder, began = run_folder(experiment, runs), time.monotonic() if began is None else began
+    began = time.monotonic() if began is None else began
+    folder = run_folder(experiment, runs)
     experiment = as_it_began(folder, experiment)
     check_hosts(experiment, source)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     recipe = build(experiment)
-    check_initial(experiment, recipe)
-    check_mesh(experiment, recipe, mesh)
-    dataset = open_data(experiment)  # before anything is written: most mistakes show here
-    if can_sample(experiment, dataset):
-        ask(experiment, experiment.sample, dataset.tokenizer)
-    if dataset.digest != processes.first(lambda: dataset.digest, "the comparison of data"):
-        raise ConfigError("the data here are not those of process 0; give every host the same files")
+    dataset = check(experiment, recipe, mesh)
     known = check_scores(experiment, recipe, dataset)
+    is_first = processes.is_first()
     lines = processes.first(lambda: [] if storage.is_file(folder.config) else introduce(experiment, runs))
     with contextlib.ExitStack() as stack:
-        saves = experiment.checkpoints
-        kept = dict(every=saves.every, keep_latest=saves.keep_latest, keep_best=saves.keep_best)
-        place = folder.for_library(folder.checkpoints)
-        manager = checkpoint.Manager(place, score=score_name(experiment, dataset), **kept)
-        stack.enter_context(manager)  # holds the run's lock
+        manager = stack.enter_context(open_checkpoints(experiment, folder, dataset))  # holds the run's lock
         processes.first(folder.remove_unfinished)
         compilation_cache.enable(runs)
-        record = Record(folder.metrics if processes.is_first() else None)
+        record = Record(folder.metrics if is_first else None)
         stack.callback(record.close)
         watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
         watchdog.phase("the restore")
@@ -144,22 +135,18 @@ def train(
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
         memory.keep()
-        for change in processes.first(lambda: describe(folder, experiment, source, dataset.digest)):
-            log.warning("changed since the last start: %s", change)
-        if dataset.tokenizer is not None:
-            processes.first(lambda: dataset.tokenizer.save(folder.tokenizer))
-        console = Console(experiment.steps, heard=processes.is_first())
-        if processes.is_first():
-            description = config.describe(experiment)
-            record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, description)
+        write_description(folder, experiment, source, dataset)
+        console = Console(experiment.steps, heard=is_first)
+        if is_first:
+            record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, config.describe(experiment))
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
             console.say(line)
-        refreshed = None if refresh is None or not processes.is_first() else partial(harmless(refresh, share=0.05), folder)
-        job = prepare(experiment, recipe, folder, dataset, mesh, refreshed)
+        draw = None if refresh is None or not is_first else partial(BestEffort(refresh, share=0.05), folder)
+        job = prepare(experiment, recipe, folder, dataset, mesh, draw)
         watchdog.phase("the first evaluation" if start < job.steps else "the last evaluation")
-        goodput = Goodput(folder.goodput if processes.is_first() else None, began)
+        goodput = Goodput(folder.goodput if is_first else None, began)
         if start < job.steps:
-            if not known and not was_scored(record.lines, saves.best):
+            if not known and not was_scored(record.lines, experiment.checkpoints.best):
                 try_best(experiment, recipe, dataset, mesh, state)
             state, scores = loop(job, manager, state, start, record, console, watchdog, goodput)
             console.say(goodput.summary())
@@ -170,112 +157,20 @@ def train(
         return finish(job, folder, dataset, state, scores, record, console, reports)
 
 
-def check_hosts(experiment: Experiment, source: Source | None) -> None:
-    """Raises ConfigError where the experiment here is not that of process 0: one would wait for what another never does."""
-    code = None if source is None else (source.text, sorted(source.imports.values()))
-    here = json.loads(config.to_json([config.describe(experiment), code], default=str))
-    there = processes.first(lambda: here, "the comparison of experiments")
-    if here != there:
-        different = "; ".join(compare(there[0], here[0])) or "its file, or one that it imports"
-        advice = "give every host the same file and options"
-        raise ConfigError(f"the experiment here is not that of process 0: {different}; {advice}")
+def open_checkpoints(experiment: Experiment, folder: RunFolder, dataset) -> checkpoint.Manager:
+    """The run's checkpoints, and its lock while they are open."""
+    saves = experiment.checkpoints
+    place = folder.for_library(folder.checkpoints)
+    rank = score_name(experiment, dataset)
+    return checkpoint.Manager(place, score=rank, every=saves.every, keep_latest=saves.keep_latest, keep_best=saves.keep_best)
 
 
-def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None) -> None:
-    """Raises ConfigError where the parameters do not divide, or several processes have no part of the mesh."""
-    if mesh is not None:
-        state_shardings(recipe, mesh)  # refuses what does not divide
-        if models.is_config(experiment.model):
-            parallel.check_context(dict(mesh.shape), models.context_lengths(experiment.model))
-    if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
-        needed = f"several processes need backend=jit and all of their {jax.device_count()} devices; try --mesh.data=-1"
-        raise ConfigError(f"mesh={experiment.mesh}: {needed}")
-
-
-def open_data(experiment: Experiment):
-    """The experiment's dataset, checked against its model."""
-    dataset = batching.open_dataset(experiment.data, experiment.model)
-    size, least = getattr(getattr(experiment.model, "decoder", experiment.model), "vocab_size", None), dataset.vocab_size
-    if size is not None and least is not None and least > size:
-        raise ConfigError(f"model.vocab_size={size} is too small: the data have {least} tokens; set it to {least}")
-    return dataset
-
-
-def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
-    """Whether an evaluation is known to make the score that ranks checkpoints, before any step.
-
-    False where a metric of the user's may make it: no name is known before it is called. Raises ConfigError for a score that
-    nothing makes, or the end alone, and for what the metrics would refuse at the end.
-    """
-    early: list[str] = []  # what the metrics of every evaluation make
-    late: list[Any] = []
-    taken = ["step", "loss", "perplexity", "bits"]
-    is_known = True
-    for metric in experiment.metrics:
-        names = metric.check(experiment.model, dataset) if hasattr(metric, "check") else None
-        taken += new_names(metric, dict.fromkeys(names or ()), taken)
-        if getattr(metric, "only_final", False):
-            late.append(metric)
-        elif names is None:
-            is_known = False
-        else:
-            early += names
-    best = experiment.checkpoints.best.removeprefix("-")
-    if best in ("loss", "perplexity", "bits", "tokens"):
-        return True
-    batch = batching.ValidationBatches(dataset.validation, experiment.batch_size)[0]
-    sums = jax.eval_shape(recipe.score, abstract_state(recipe).params, batch, jax.random.key(0))
-    found = ["loss", "perplexity", "bits", *sums.metrics, *early]
-    if best in found or best.rpartition("/")[0] in found:  # a metric with a value for each layer
-        return True
-    if not is_known:
-        return False
-    why = f"; {', '.join(map(_name, late))} scores at the end alone, unless only_final=False" if late else ""
-    problem = f"checkpoints.best={experiment.checkpoints.best!r}: an evaluation here gives {', '.join(found)}"
-    raise ConfigError(f"{problem}; name one, or one with a minus{why}")
-
-
-def _name(metric: Any) -> str:
-    return getattr(metric, "__name__", type(metric).__name__)
-
-
-def score_name(experiment: Experiment, dataset) -> str:
-    """What a checkpoint's rank is of: the score, the text, and how the metrics were made. Other ranks are not compared."""
-    count, best = len(dataset.validation), experiment.checkpoints.best
-    name = f"{best} of {examples_scored(experiment, count, whole=False)} examples"
-    if not experiment.metrics or best.removeprefix("-") == "loss":
-        return name
-    described = config.to_json(config.describe(experiment)["metrics"], sort_keys=True, default=str)
-    return f"{name}, metrics {hashlib.sha256(described.encode()).hexdigest()[:8]}"
-
-
-def was_scored(records: Sequence[dict], best: str) -> bool:
-    """Whether an evaluation of an earlier start made this score."""
-    return any(f"validation_{best.removeprefix('-')}" in record for record in records)
-
-
-def try_best(experiment: Experiment, recipe: Recipe, dataset, mesh, state: TrainState) -> None:
-    """Scores one example, which shows the names of the user's metrics. Raises ConfigError where none is `checkpoints.best`."""
-    one = replace(experiment, eval_examples=1)
-    ranked(evaluate_on(mesh, experiment, evaluator(one, recipe, dataset, mesh))(state.best), experiment.checkpoints.best)
-
-
-def evaluate_on(mesh: jax.sharding.Mesh | None, experiment: Experiment, evaluate: Callable) -> Callable:
-    """An evaluation of what the training has: under pmap, one copy, which all devices of the mesh get again."""
-    if mesh is None or experiment.mesh.backend != "pmap":
-        return evaluate
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-    def evaluate_copies(trained: Any, **options: bool) -> dict[str, Any]:
-        with jax.set_mesh(mesh):
-            return evaluate(jax.device_put(trained, everywhere), **options)
-
-    return evaluate_copies
-
-
-def can_sample(experiment: Experiment, dataset) -> bool:
-    """Whether the run can end with a text that the model writes."""
-    return dataset.tokenizer is not None and writes_text(experiment)
+def write_description(folder: RunFolder, experiment: Experiment, source: Source | None, dataset) -> None:
+    """Writes what the run is, once, and its tokenizer. Logs what changed since the last start."""
+    for change in processes.first(lambda: describe(folder, experiment, source, dataset.digest)):
+        log.warning("changed since the last start: %s", change)
+    if dataset.tokenizer is not None:
+        processes.first(lambda: dataset.tokenizer.save(folder.tokenizer))
 
 
 def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin) -> tuple[TrainState, int]:
@@ -314,31 +209,6 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
     return [*lines, f"resuming after step {start}"] if start else lines
 
 
-def harmless(report: Callable, share: float = 1.0) -> Callable:
-    """The report, skipped while its calls took more than this share of the time since the first call.
-
-    If it fails, it is dropped with one warning, because no picture stops a run.
-    """
-    spent, began, failed = 0.0, None, False
-
-    def call(*arguments: Any) -> Any:
-        nonlocal spent, began, failed
-        now = time.monotonic()
-        began = now if began is None else began
-        if failed or spent > share * (now - began):
-            return None
-        try:
-            return report(*arguments)
-        except Exception as error:
-            # a picture that could not be written now is drawn again later
-            failed, name = not storage.passes(error), getattr(report, "__name__", report)
-            log.warning("%s failed: %s: %s; the run goes on without it", name, type(error).__name__, error)
-        finally:
-            spent += time.monotonic() - now
-
-    return call
-
-
 def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None) -> Job:
     """The parts of an experiment that the loop needs. Functions below this one do not see the experiment."""
     size = experiment.batch_size
@@ -360,7 +230,10 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     kind, work = jax.devices()[0].device_kind, lambda batch: None
     if kind in cost.CHIPS and models.is_config(experiment.model):
         seconds = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, kind))
-        work = lambda batch: seconds(*row_lengths(experiment, batch))
+
+        def work(batch):
+            return seconds(*row_lengths(experiment, batch))
+
     metadata = {"data_digest": dataset.digest, "order": batching.ORDER, "config": config.describe(experiment)}
     count = len(dataset.validation)
     batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
@@ -380,7 +253,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
         examples=(examples_scored(experiment, count, False), examples_scored(experiment, count, True), count),
         put=put, step=step, spread=spread, gather=gather,
-        metadata=metadata, batches=batches, explain=harmless(explain), check=check,
+        metadata=metadata, batches=batches, explain=BestEffort(explain), check=check,
         evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh)),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=profile, work=work, refresh=refresh or (lambda: None),
@@ -523,21 +396,15 @@ def evaluate(job: Job, trained: Any, done: int, record: Record, console: Console
     return scores, compared
 
 
-def ranked(scores: dict[str, Any], best: str) -> float:
-    """The number by which a checkpoint is ranked, lowest first. Raises ConfigError for a score that there is not."""
-    name = best.removeprefix("-")
-    if not isinstance(scores.get(name), (int, float)):
-        names = ", ".join(name for name, value in scores.items() if not isinstance(value, str))
-        raise ConfigError(f"checkpoints.best={best!r}: an evaluation here gives {names}; name one, or one with a minus")
-    return -scores[name] if best.startswith("-") else scores[name]
-
-
 def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console, reports: Sequence[Report]) -> Result:
     """Final scores, a sample, and what `reports` make of the result."""
     baseline = None
     if dataset.tokenizer is not None:
         baseline = processes.first(lambda: batching.unigram_entropy(dataset))
-    shown = lambda value: value if isinstance(value, str) else f"{value:.4g}"
+
+    def shown(value):
+        return value if isinstance(value, str) else f"{value:.4g}"
+
     others = {name: shown(value) for name, value in scores.items() if name not in ("loss", *UNRECORDED)}
     # only the loss of text is known to be of tokens; that of classes, or of an objective of the user's, has another unit
     unit, entropy = ("", "") if baseline is None else (" nats a token", f" (unigram entropy {baseline:.4f})")
@@ -556,7 +423,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
         console.say(f"sample:\n{text}")
     folder.write(folder.result, config.to_json(asdict(result), default=str, indent=2))
     for report in reports:
-        if line := harmless(report)(result, record.lines):
+        if line := BestEffort(report)(result, record.lines):
             console.say(line)
     quoted = shlex.quote(str(folder.path))
     generate = "" if text is None else f"; python -m jaxformer generate {quoted} --prompt '...'"

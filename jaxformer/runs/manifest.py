@@ -63,7 +63,10 @@ def _with_checksum(text: str) -> dict[str, str]:
 
 def compare(path: epath.Path, saved: dict[str, dict], wanted: dict[str, Any]) -> None:
     """Raises CheckpointError, which names the first leaves that differ between the checkpoint and the model."""
-    text = lambda shape, dtype: f"{dtype}[{','.join(map(str, shape))}]"
+
+    def text(shape, dtype):
+        return f"{dtype}[{','.join(map(str, shape))}]"
+
     left = {name: text(leaf["shape"], leaf["dtype"]) for name, leaf in saved.items()}
     right = {name: text(leaf.shape, leaf.dtype) for name, leaf in wanted.items()}
     pairs = {name: (left.get(name, "nothing"), right.get(name, "nothing")) for name in sorted(left | right)}
@@ -122,7 +125,10 @@ def fingerprint(leaf: Array) -> Array:
     word = (word ^ (word >> 13)) * jnp.uint32(0xC2B2AE35)
     word = word ^ (word >> 16)
     zero = jnp.uint32(0)
-    add = lambda a, b: (a[0] + b[0], a[1] + b[1])
+
+    def add(a, b):
+        return (a[0] + b[0], a[1] + b[1])
+
     return jnp.stack(lax.reduce((word, word * (2 * index + 1)), (zero, zero), add, range(bits.ndim)))
 
 

@@ -43,11 +43,17 @@ def leaves_on_devices(state: Any) -> dict[str, Any]:
 def compare(mesh: jax.sharding.Mesh, leaves: dict[str, Any], specs: list[P], parts: list[list[str]], step: int) -> None:
     """Raises Diverged if devices with the same part of a leaf differ; `parts` names the part of each leaf on each device."""
     prints = local_fingerprints(mesh, tuple(specs), tuple(leaves.values()))
-    text = lambda rows: base64.b64encode(np.ascontiguousarray(rows)).decode()
+
+    def text(rows):
+        return base64.b64encode(np.ascontiguousarray(rows)).decode()
+
     here = [[shard.index[0].start or 0, text(np.asarray(shard.data)[0])] for shard in prints.addressable_shards]
     every = all_gather_object(here, f"the comparison of copies before step {step}")
     shape = prints.shape[1:]
-    numbers = lambda text: np.frombuffer(base64.b64decode(text), prints.dtype).reshape(shape)
+
+    def numbers(text):
+        return np.frombuffer(base64.b64decode(text), prints.dtype).reshape(shape)
+
     of_device = {place: numbers(text) for process in every for place, text in process}
     for number, (name, names) in enumerate(zip(leaves, parts, strict=True)):
         copies: dict[str, dict[int, bytes]] = {}
@@ -61,7 +67,10 @@ def compare(mesh: jax.sharding.Mesh, leaves: dict[str, Any], specs: list[P], par
 @partial(jax.jit, static_argnums=(0, 1))
 def local_fingerprints(mesh: jax.sharding.Mesh, specs: tuple[P, ...], leaves: tuple[jax.Array, ...]) -> jax.Array:
     """[devices, leaves, 2]: the fingerprint of what each device holds of each leaf."""
-    of_one = lambda leaves: jnp.stack([fingerprint(leaf) for leaf in leaves])[None]
+
+    def of_one(leaves):
+        return jnp.stack([fingerprint(leaf) for leaf in leaves])[None]
+
     return jax.shard_map(of_one, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False)(leaves)
 
 
@@ -70,6 +79,9 @@ def difference(name: str, values: dict[int, bytes]) -> str:
     most, count = Counter(values.values()).most_common(1)[0]
     odd = [device for device, value in values.items() if value != most]
     others = [device for device in values if device not in odd]
-    names = lambda ids: f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:8]))}"
+
+    def names(ids):
+        return f"device{'s' * (len(ids) > 1)} {', '.join(map(str, ids[:8]))}"
+
     doubt = "" if count > len(odd) else " (which of them is right cannot be known)"
     return f"{name} on {names(odd)} differs from its copies on {names(others)}{doubt}: suspect the hardware"

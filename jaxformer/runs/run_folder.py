@@ -266,7 +266,10 @@ def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozense
 def introduce(experiment: Experiment, runs: epath.PathLike) -> list[str]:
     """What a new run prints of the other runs of its experiment, the three newest."""
     described, ignore = config.describe(experiment), config.execution_fields(experiment)
-    different = lambda other: "; ".join(compare(other.description(), described, ignore)) or "nothing that is described"
+
+    def different(other):
+        return "; ".join(compare(other.description(), described, ignore)) or "nothing that is described"
+
     return [f"a new run: {other.path} differs in {different(other)}" for other in runs_of(experiment.name, runs)[-3:]]
 
 

@@ -124,7 +124,9 @@ class Muon:
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         # optax puts an empty node where another optimizer works
-        dimensions = lambda leaf, update: muon_dimensions(leaf) if jax.tree.leaves(update) else update
+        def dimensions(leaf, update):
+            return muon_dimensions(leaf) if jax.tree.leaves(update) else update
+
         muon = optax.contrib.muon(
             learning_rate=1.0, ns_steps=self.newton_schulz_steps, beta=self.momentum,
             weight_decay=self.weight_decay, weight_decay_mask=decayed(self, spec),
@@ -192,7 +194,10 @@ def with_rates(optimizer: Callable, spec: Tree) -> Any:
         raise ConfigError(f"optimizer={name}: parameters have rates of their own (MuP), which are for Adam, AdamW and Lion")
     decays = isinstance(optimizer, AdamW | Lion)
     transform = (replace(optimizer, weight_decay=0.0) if decays else optimizer)(spec)
-    scale = lambda leaf, update: jax.tree.map(lambda u: u * leaf.rate, update)  # none where another optimizer updates
+
+    def scale(leaf, update):
+        return jax.tree.map(lambda u: u * leaf.rate, update)  # none where another optimizer updates
+
     scaled = optax.stateless(lambda updates, _: jax.tree.map(scale, spec, updates))
     decay = [optax.add_decayed_weights(-optimizer.weight_decay, decayed(optimizer, spec))] if decays else []
     return optax.chain(transform, scaled, *decay)
@@ -223,7 +228,10 @@ def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax
     For what takes a norm or a mean of a leaf, or its shape: a stacked leaf `[L, ...]` is L parameters. Leaves that are
     stacked alike go through one `jax.vmap`; what the transformation counts, it counts once a layer.
     """
-    name = lambda leaf: "x".join(map(str, stack_sizes(leaf))) or "single"
+
+    def name(leaf):
+        return "x".join(map(str, stack_sizes(leaf))) or "single"
+
     groups: dict[Hashable, Any] = {}
     for leaf in jax.tree.leaves(spec):
         init, update = transform.init, transform.update
@@ -237,7 +245,10 @@ def freeze(parameters: Tree, frozen: str | None) -> Tree:
     """The parameters; if a path matches, no gradient of it is computed, and none is in the norm to clip."""
     if frozen is None:
         return parameters
-    stop = lambda leaf, match: jax.lax.stop_gradient(leaf) if match else leaf
+
+    def stop(leaf, match):
+        return jax.lax.stop_gradient(leaf) if match else leaf
+
     return jax.tree.map(stop, parameters, params.mask(parameters, frozen))
 
 

@@ -64,14 +64,20 @@ def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
 def abstract_state(recipe: Recipe, shardings: TrainState | None = None) -> TrainState:
     """The shapes and types of the state, split as `shardings` say."""
     state = jax.eval_shape(partial(init_state, recipe))
-    put = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def put(leaf, sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
     return state if shardings is None else jax.tree.map(put, state, shardings)
 
 
 def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tree = None) -> TrainState:
     """The state before the first step on the devices, random or from the parameters `trained`."""
     if trained is not None and shardings is not None:
-        place = lambda leaf, sharding: jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+        def place(leaf, sharding):
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
         trained = jax.tree.map(place, trained, shardings.params)  # every process has the arrays
     return jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
 
@@ -105,7 +111,9 @@ def state_shardings(recipe: Recipe, mesh: jax.sharding.Mesh) -> TrainState:
         kind = host if path[0].name == "opt_state" and spec != P() else {}
         return NamedSharding(mesh, spec, **kind)
 
-    is_leaf = lambda x: isinstance(x, P)
+    def is_leaf(x):
+        return isinstance(x, P)
+
     return jax.tree_util.tree_map_with_path(place, state_specs(recipe, mesh), is_leaf=is_leaf)
 
 
@@ -152,7 +160,10 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
     if state.recent is not None:
         later = jnp.concatenate([state.recent[:, 1:], recent[:, None]], axis=1)
         new = replace(new, recent=jnp.where(good & ~empty, later, state.recent))
-    mean = lambda total, weight: total / jnp.where(weight > 0, weight, 1)
+
+    def mean(total, weight):
+        return total / jnp.where(weight > 0, weight, 1)
+
     metrics = {"loss": (sums.loss, sums.weight), **sums.metrics}
     metrics = {name: jnp.where(empty, jnp.nan, mean(*pair)) for name, pair in metrics.items()}
     metrics |= reports | updates | {"tokens": sums.weight, "grad_norm": norm, "learning_rate": rate, "skipped": new.skipped}
@@ -263,7 +274,10 @@ def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) ->
     """
     wide, narrow = params, jnp.dtype(recipe.gradient_sums)
     if narrow.itemsize < 4:  # a gradient has the dtype of its weight, which products round to this precision anyway
-        rounds = lambda spec: spec.contracts and spec.axes[-1] != "expert"  # a router works in float32
+
+        def rounds(spec):
+            return spec.contracts and spec.axes[-1] != "expert"  # a router works in float32
+
         params = jax.tree.map(lambda spec, leaf: leaf.astype(narrow) if rounds(spec) else leaf, recipe.spec, params)
 
     def loss(params, batch, key):
@@ -309,7 +323,10 @@ def constant_weight(loss: Callable, params: Tree, batch: Batch, key: Array) -> s
     closed = jax.make_jaxpr(lambda batch: jnp.asarray(loss(params, batch, key).weight))(batch)
     jaxpr = closed.jaxpr
     outputs: list[Any] = list(jaxpr.outvars)
-    is_literal = lambda variable: hasattr(variable, "val")
+
+    def is_literal(variable):
+        return hasattr(variable, "val")
+
     needed = {variable for variable in outputs if not is_literal(variable)}
     program = [str(variable.val) for variable in outputs if is_literal(variable)]
     for equation in reversed(jaxpr.eqns):

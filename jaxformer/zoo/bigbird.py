@@ -63,7 +63,8 @@ def _inner_blocks(query, key, value, q_ids, kv_ids, layout, block, dropout_key, 
     index = jnp.concatenate([jnp.broadcast_to(near[None], (N, rows, 5)), jnp.asarray(layout)], axis=-1)
     head = (jnp.arange(N) // (N // K))[:, None, None]
 
-    split = lambda x: x.reshape(B, rows + 2, block, *x.shape[2:])
+    def split(x):
+        return x.reshape(B, rows + 2, block, *x.shape[2:])
 
     def take_blocks(x):  # [B, T, K, H] -> [B, rows, (5 + r) block, N, H]
         x = split(x).transpose(0, 3, 1, 2, 4)[:, head, index]

@@ -43,7 +43,10 @@ def _softmax_over_keys(key, view: View):
     B, S = key.shape[:2]
     runs, segments = jnp.broadcast_to(view.runs(jnp.arange(S)), (B, S)), 1 if view.ids is None else S
     shown = view.keys[..., None, None]
-    each = lambda reduce, x: jax.vmap(lambda x, run: reduce(x, run, num_segments=segments)[run])(x, runs)
+
+    def each(reduce, x):
+        return jax.vmap(lambda x, run: reduce(x, run, num_segments=segments)[run])(x, runs)
+
     top = each(jax.ops.segment_max, jax.lax.stop_gradient(jnp.where(shown, key, -jnp.inf)))
     weights = jnp.where(shown, jnp.exp(jnp.where(shown, key - top, 0)), 0)
     total = each(jax.ops.segment_sum, weights)
@@ -59,5 +62,7 @@ class Efficient:
     __post_init__ = require_numbers(chunk=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        mix = lambda params, context, **heads: attention(**heads, mask=context.mask, chunk=self.chunk)
+        def mix(params, context, **heads):
+            return attention(**heads, mask=context.mask, chunk=self.chunk)
+
         return approximation(self, config, mix, has_weights=False)

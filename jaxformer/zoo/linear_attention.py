@@ -104,7 +104,10 @@ def recurrent(system, config: ModelConfig, maps: Callable, eps: float, features:
         if not view.causal:
             raise NotImplementedError(f"{name} decodes under causal() alone, not {context.mask}")
         real = True if context.real is None else context.real[:, :, None, None]
-        masked: FeatureMap = lambda x: jnp.where(real, of_key(x), 0)
+
+        def masked(x):
+            return jnp.where(real, of_key(x), 0)
+
         wide = jnp.promote_types(query.dtype, jnp.float32)
         before = jax.tree.map(lambda sums: sums.astype(wide), context.state)
         state, out = step(before, query, key, value, feature_map=(of_query, masked), **options)
@@ -141,7 +144,10 @@ def _by_chunks(query, key, value, view: View, chunk: int, state=None):
     length = max(start + T, shift + S, 1)
     chunk = min(chunk, length)
     length = -(-length // chunk) * chunk
-    place = lambda x, at: jnp.pad(x, [(0, 0), (at, length - at - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+    def place(x, at):
+        return jnp.pad(x, [(0, 0), (at, length - at - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
     query = place(query.reshape(B, T, K, N // K, M), start)
     key, value, runs = place(key, shift), place(value, shift), view.runs(jnp.arange(length) - shift)
     if state is None:
@@ -151,7 +157,10 @@ def _by_chunks(query, key, value, view: View, chunk: int, state=None):
     if not view.causal:  # add the keys after the chunk
         after = _scan(query, key, value, runs, jax.tree.map(jnp.zeros_like, state), None, chunk)
         numerator, denominator = numerator + after[0], denominator + after[1]
-    cut = lambda x: x.reshape(B, length, N, *x.shape[5:])[:, start : start + T]
+
+    def cut(x):
+        return x.reshape(B, length, N, *x.shape[5:])[:, start : start + T]
+
     return cut(numerator), cut(denominator), state
 
 
@@ -162,7 +171,9 @@ def _scan(query, key, value, runs, state, within, chunk):
     """
     reverse = within is None
     edge = 0 if reverse else -1
-    split = lambda x: x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    def split(x):
+        return x.reshape(x.shape[0], x.shape[1] // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def body(carry, inputs):

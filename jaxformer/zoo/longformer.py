@@ -46,9 +46,12 @@ def attention(
     G = chosen.shape[1]
     keys = (None, None) if dropout_key is None else random.split(dropout_key)
     shared: dict[str, Any] = dict(scale=scale, dropout_rate=dropout_rate, implementation=implementation)
+
     # The global keys are copied in front of all keys and hidden in their own places: then the mask is a rule of positions,
     # and the kernel knows at trace time that it is sparse.
-    in_front = lambda x: jnp.concatenate([_take(x, chosen), x], axis=1)
+    def in_front(x):
+        return jnp.concatenate([_take(x, chosen), x], axis=1)
+
     kv_local = jnp.concatenate([_take(kv_ids, chosen), kv_ids.at[each, chosen].set(0, mode="drop")], axis=1)
     visible = segments(jnp.pad(q_ids, [(0, 0), (G, 0)]), kv_local) & (band(window // 2, window // 2) | prefix(G))
     out: Any = ops.attention(query, in_front(key), in_front(value), mask=visible.at(G), dropout_key=keys[0], **shared)

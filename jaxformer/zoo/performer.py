@@ -95,7 +95,8 @@ class Performer:
     __post_init__ = require_numbers(features=1, seed=0, chunk=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        draw = lambda key: orthogonal_projection(key, self.features, config.head_size)
+        def draw(key):
+            return orthogonal_projection(key, self.features, config.head_size)
 
         def maps(context):
             if self.kernel == "relu":

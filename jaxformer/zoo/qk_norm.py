@@ -27,7 +27,10 @@ def qk_norm(config: ModelConfig) -> Mixer:
 
 def qk_norm_full(config: ModelConfig) -> Mixer:
     """The same over all heads at once, with scales `[N, H]` and `[K, H]`. OLMo 2 (OLMo et al. 2024, arXiv:2501.00656)."""
-    scale = lambda heads, axis: Spec((heads, config.head_size), (axis, "head"), ones)
+
+    def scale(heads, axis):
+        return Spec((heads, config.head_size), (axis, "head"), ones)
+
     return _normalized(config, scale(config.num_heads, "heads"), scale(config.kv_heads, "kv_heads"))
 
 

@@ -83,7 +83,10 @@ def reversible_stack(
         pairs = tuple(zip(f, g, strict=True))
     else:
         pairs, params = ((f, g),), (params,)
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+
+    def is_float(x):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+
     floats, others = partition(jax.tree.map(jnp.asarray, (params, extra)), is_float)
     return _stack(pairs, floats, others, x1, x2)
 

@@ -23,6 +23,8 @@ def value_residual(config: ModelConfig) -> Mixer:
         mixed = (a * first.astype(wide) + b * value.astype(wide)).astype(value.dtype)
         return heads._replace(value=jnp.where(is_first, value, mixed), memo={"value": first})
 
-    first = lambda x: {"value": jnp.zeros((*x.shape[:2], config.kv_heads, config.head_size), x.dtype)}
+    def first(x):
+        return {"value": jnp.zeros((*x.shape[:2], config.kv_heads, config.head_size), x.dtype)}
+
     mixer = attention(config, extra={"value_mix": Spec((2,), (None,), constant(0.5))}, prepare=prepare)
     return mixer._replace(memo=first)

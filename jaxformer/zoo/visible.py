@@ -37,7 +37,10 @@ class View(NamedTuple):
         """x with NaN in rows where an id comes again after another id: sums have dropped its keys. Traced ids cannot raise."""
         if self.ids is None:
             return x
-        changes = lambda ids: jnp.sum(ids[:, 1:] != ids[:, :-1], axis=1)
+
+        def changes(ids):
+            return jnp.sum(ids[:, 1:] != ids[:, :-1], axis=1)
+
         ids = fill_padding(self.ids)
         recurs = (changes(ids) > changes(jnp.sort(ids, axis=1))).reshape(-1, *[1] * (x.ndim - 1))
         return jnp.where(recurs, jnp.nan, x)

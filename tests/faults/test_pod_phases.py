@@ -30,7 +30,7 @@ import errno, functools, os, pathlib, sys, time
 from dataclasses import replace
 from jaxformer import cli
 from jaxformer.parallel import processes
-from jaxformer.runs import checkpoint_reader, loop
+from jaxformer.runs import checkpoint_reader, checks, loop
 at, fault, index = os.environ.get("AT"), os.environ.get("FAULT"), os.environ["JAXFORMER_PROCESS"]
 struck = []
 def strike():
@@ -52,7 +52,7 @@ def held(function, phase, when=lambda *arguments: True):
             strike()
         return function(*arguments, **options)
     return call
-loop.open_data = held(loop.open_data, "start")
+checks.open_data = held(checks.open_data, "start")
 checkpoint_reader.ocp.load = held(checkpoint_reader.ocp.load, "restore")
 is_step = lambda compile, backend, module, *rest: "step" in str(module.operation.attributes["sym_name"])
 processes._compile = held(processes._compile, "compile", is_step)

@@ -130,7 +130,7 @@ ROOM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nby 3 GiB")
     ],
 )
 def test_a_trial_that_cannot_be_trained_fails_alone(runs, monkeypatch, error, said):
-    monkeypatch.setattr(loop, "train", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(loop, "train", lambda *_, **__: (_ for _ in ()).throw(error))
     assert sweep("--seed=0,1") == 3
     assert [row[-1] for row in rows(runs)[1]] == [f"failed: {said}"] * 2
 

@@ -26,7 +26,7 @@ from jaxformer.masks import full
 from jaxformer.models import ModelConfig
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import Mesh
-from jaxformer.runs import checkpoint, loop
+from jaxformer.runs import checkpoint, checks, loop
 from jaxformer.runs.goodput import Goodput
 from jaxformer.runs.metrics import Console, Record, read_records
 from jaxformer.runs.run import evaluator, examples_scored, new_names
@@ -181,7 +181,7 @@ def test_a_rank_that_nothing_makes_is_refused_before_a_step(tmp_path, monkeypatc
         loop.train(experiment, tmp_path)
     assert not list(tmp_path.iterdir())
     dataset = batching.open_dataset(DATA, MODEL)
-    assert loop.check_scores(replace(TINY, checkpoints=Checkpoints(best="-accuracy")), build(TINY), dataset)
+    assert checks.check_scores(replace(TINY, checkpoints=Checkpoints(best="-accuracy")), build(TINY), dataset)
 
 
 @pytest.mark.thorough
@@ -211,11 +211,11 @@ def test_metrics_of_the_end_are_tried_at_the_beginning():
     dataset = sources.Dataset(Split(), Split(), "", tokenizer=tokenizers.Bytes())
     generated = replace(TINY, metrics=(Generated((bleu,)),))
     with pytest.raises(ConfigError, match="script without spaces"):
-        loop.check_scores(generated, build(TINY), dataset)
+        checks.check_scores(generated, build(TINY), dataset)
     named = Generated((partial(bleu, tokenize="char"),), only_final=False)
     assert named.check(MODEL, dataset) == ["bleu", "bleu_signature"]
     with pytest.raises(ConfigError, match="`questions`"):
-        loop.check_scores(generated, build(TINY), batching.open_dataset(DATA, MODEL))
+        checks.check_scores(generated, build(TINY), batching.open_dataset(DATA, MODEL))
 
 
 @pytest.mark.thorough
@@ -270,7 +270,7 @@ def test_under_pmap_each_device_scores_its_part():
     experiment = replace(TINY, metrics=(look,), mesh=Mesh(data=4, backend="pmap"))
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size)
     dataset = batching.open_dataset(DATA, MODEL)
-    evaluate = loop.evaluate_on(mesh, experiment, evaluator(experiment, build(experiment), dataset, mesh))
+    evaluate = checks.evaluate_on(mesh, experiment, evaluator(experiment, build(experiment), dataset, mesh))
     assert evaluate(weights(experiment))["loss"] == pytest.approx(scores(TINY)["loss"], rel=1e-5)
     assert seen == [(1, 8)]
 
@@ -336,7 +336,7 @@ def test_ranks_are_of_the_named_score():
     dataset = batching.open_dataset(DATA, MODEL)
     experiments = [replace(TINY, checkpoints=Checkpoints(best=best)) for best in ("loss", "accuracy", "-accuracy")]
     experiments += [replace(TINY, eval_examples=4), replace(TINY, eval_examples=8)]
-    names = {loop.score_name(experiment, dataset) for experiment in experiments}
+    names = {checks.score_name(experiment, dataset) for experiment in experiments}
     assert len(names) == 5  # another direction or another text is another rank
 
 
@@ -490,7 +490,7 @@ def test_no_score_takes_the_place_of_another(tmp_path):
     dataset = batching.open_dataset(DATA, MODEL)
     twice = replace(TINY, metrics=(Known(), Known()))
     with pytest.raises(ConfigError, match="Known gives ten"):  # before the first step
-        loop.check_scores(twice, build(twice), dataset)
+        checks.check_scores(twice, build(twice), dataset)
     one = replace(TINY, eval_examples=1, metrics=(ten, ten))
     score = evaluator(one, build(one), dataset)
     with pytest.raises(ConfigError, match=r"^metrics: ten gives ten"):

@@ -15,7 +15,7 @@ from jaxformer.models import ModelConfig
 from jaxformer.models.mixture import Mixture
 from jaxformer.parallel import Mesh, block_if_simulated, check_batch, check_context, make_mesh
 from jaxformer.parallel.mesh import AXES
-from jaxformer.runs.loop import check_mesh
+from jaxformer.runs.checks import check_mesh
 from jaxformer.sharding import batch_sharding
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.optimizers import AdamW

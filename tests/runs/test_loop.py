@@ -16,7 +16,8 @@ from jaxformer.decoding import round_to_int8
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
 from jaxformer.models.adaptation import Lora
-from jaxformer.runs import checkpoint, loop
+from jaxformer.runs import checkpoint, checks, loop
+from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.run import Run, evaluator, open_run
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.training import AdamW, Checkpoints, Constant, Experiment
@@ -137,7 +138,7 @@ def test_8_bits_of_an_adaptation_are_those_of_the_merged_weights(tmp_path):
         TINY, model=model, adaptation=Lora(rank=2), initial=params.init, optimizer=AdamW(0.1), schedule=Constant()
     )  # fmt: skip
     result = loop.train(tuned, tmp_path)
-    run, merged, dataset = Run(RunFolder(result.folder), tuned), replace(tuned, adaptation=None), loop.open_data(tuned)
+    run, merged, dataset = Run(RunFolder(result.folder), tuned), replace(tuned, adaptation=None), checks.open_data(tuned)
     scores = run.evaluate(int8=True)
     rounded = round_to_int8(models.spec(model), run.params)
     expected = evaluator(merged, build(merged), dataset)(rounded, whole=True)["loss"]
@@ -167,7 +168,7 @@ def test_weights_of_hugging_face_are_a_beginning(tmp_path):
     tuned = replace(TINY, model=model, initial=str(tmp_path / "weights"), schedule=lambda experiment: lambda step: 0.0)
     run = loop.train(replace(tuned, steps=1), tmp_path)
     recipe = build(replace(tuned, steps=1))
-    dataset = loop.open_data(tuned)
+    dataset = checks.open_data(tuned)
     expected = evaluator(tuned, recipe, dataset)(weights, final=True)
     assert run.validation == expected
 
@@ -177,7 +178,7 @@ def test_data_with_more_tokens_than_the_model_are_refused_of_a_pair_too():
     pair = models.EncoderDecoder(encoder=replace(few, heads=()), decoder=few)
     for model, data in ((few, Reverse()), (pair, Reverse(form="pair"))):
         with pytest.raises(ConfigError, match="vocab_size=16 is too small: the data have 17 tokens"):
-            loop.open_data(replace(TINY, model=model, data=data))
+            checks.open_data(replace(TINY, model=model, data=data))
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 8, 100])
@@ -190,12 +191,12 @@ def test_a_process_killed_in_a_save_costs_at_most_the_interval(every):
 
 def test_a_report_takes_a_small_share_of_the_time():
     calls = []
-    report = loop.harmless(lambda: (calls.append(time.monotonic()), time.sleep(0.02)), share=0.2)
+    report = BestEffort(lambda: (calls.append(time.monotonic()), time.sleep(0.02)), share=0.2)
     began = time.monotonic()
     while time.monotonic() < began + 0.6:
         report()
     assert 2 <= len(calls) <= 0.2 * 0.6 / 0.02 + 2  # the first, and one more when it is due again
-    report = loop.harmless(lambda number: time.sleep(0.001) or number)
+    report = BestEffort(lambda number: time.sleep(0.001) or number)
     assert [report(number) for number in range(20)] == list(range(20))
 
 
@@ -207,6 +208,6 @@ def test_a_report_that_fails_is_dropped_with_one_warning(wrapped, caplog):
         calls.append(number)
         return 2 // (2 - number)
 
-    report = loop.harmless(wrapped(draw))
+    report = BestEffort(wrapped(draw))
     assert [report(number) for number in range(5)] == [1, 2, None, None, None] and calls == [0, 1, 2]
     assert caplog.text.count("failed: ZeroDivisionError") == 1 and "draw" in caplog.text

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.runs import metrics
-from jaxformer.runs.loop import ranked
+from jaxformer.runs.checks import ranked
 from jaxformer.runs.metrics import Console, NonFinite, Record, Reporter, read_records, steps_done
 from jaxformer.runs.run import scores_of
 

@@ -188,7 +188,10 @@ def cached(
     the kernel that training has. A variant's `attend` and returned weights take the old keys and the new ones as an array.
     """
     T, S = query.shape[1], jax.tree.leaves(context.state["key"])[0].shape[2]
-    lay = lambda x: with_logical_constraint(x.transpose(0, 2, 1, 3), "batch", "kv_heads", None, None)
+
+    def lay(x):
+        return with_logical_constraint(x.transpose(0, 2, 1, 3), "batch", "kv_heads", None, None)
+
     new, state = {"key": lay(key), "value": lay(value)}, context.state
     count = jnp.full(len(query), T) if context.real is None else jnp.sum(context.real, axis=1)
     if context.lengths is None:

@@ -126,7 +126,10 @@ def pipeline(
     pipe = Pipe(stage, mesh.shape["stage"], microbatches, repeats, ("data",) if copies > 1 else ())
     groups = math.prod(mesh.shape[axis] for axis in batch_axes)
     _check(B, pipe, groups)
-    by_device = lambda leaf, *entries: _place(leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries)
+
+    def by_device(leaf, *entries):
+        return _place(leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries)
+
     per_row, common = scan.partition(extras, lambda leaf: leaf.ndim > 0 and len(leaf) == B)
     per_row = jax.tree.map(lambda leaf: _cut(by_device(leaf), microbatches, batch_axes), per_row)
     operands = params, per_row, common, shared
@@ -149,8 +152,11 @@ def run_stage(pipe: Pipe, dtypes: Tree, operands: Tree, x: Array, stage: Array, 
     (arrived, buffer), reports = lax.scan(partial(tick, pipe, here), (buffer[0], buffer), jnp.arange(pipe.ticks))
     buffer = keep(pipe, buffer, arrived, jnp.int32(pipe.ticks))
     rows, R, M = _leave(buffer, here.stage, pipe.stages, len(x)), pipe.repeats, pipe.microbatches
+
     # [ticks, ...] -> the mean over the microbatches [R, ...]
-    means = lambda leaf: lax.dynamic_slice_in_dim(leaf, here.stage, R * M).reshape(R, M, *leaf.shape[1:]).mean(1)
+    def means(leaf):
+        return lax.dynamic_slice_in_dim(leaf, here.stage, R * M).reshape(R, M, *leaf.shape[1:]).mean(1)
+
     return rows, jax.tree.map(lambda leaf: lax.pmean(means(leaf), pipe.data), reports)
 
 

@@ -40,7 +40,10 @@ def mixers(config: ModelConfig) -> tuple[Mixer, ...]:
     """The mixers of the first layers, after which the pattern of mixers and positions repeats."""
     kinds = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
     turns = config.positions if isinstance(config.positions, tuple) else (config.positions,)
-    made = lambda i: (kinds[i % len(kinds)] or attention)(replace(config, positions=turns[i % len(turns)]))
+
+    def made(i):
+        return (kinds[i % len(kinds)] or attention)(replace(config, positions=turns[i % len(turns)]))
+
     return tuple(map(made, range(math.lcm(len(kinds), len(turns)))))
 
 
@@ -163,10 +166,17 @@ def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context
         yield partial(run_in_turn, each), (rows,), True
     elif scanned:
         # each layer takes its row within what is recomputed: the loop then keeps no copy of the weights for the backward pass
-        on_row = lambda function, i, carry, rows: function(carry, unstack(rows, period)[i])
+        def on_row(function, i, carry, rows):
+            return function(carry, unstack(rows, period)[i])
+
         takes = [remat(config, partial(on_row, function, i), x.dtype) for i, function in enumerate(functions)]
-        step = lambda carry, rows: run_in_turn(takes, carry, (rows,) * period)
-        cut = lambda leaf: leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
+
+        def step(carry, rows):
+            return run_in_turn(takes, carry, (rows,) * period)
+
+        def cut(leaf):
+            return leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
+
         yield step, jax.tree.map(cut, rows), True
     if scanned < L:
         remaining = jax.tree.map(lambda leaf: leaf[scanned:], rows)
@@ -242,7 +252,10 @@ def unstack(tree: Tree, length: int) -> list[Tree]:
 
 def partition(tree: Tree, keep: Callable) -> tuple[Tree, Tree]:
     """The tree twice: with the leaves for which `keep(leaf)` holds, and with the others; None in place of the rest."""
-    pick = lambda kept: jax.tree.map(lambda leaf: leaf if bool(keep(leaf)) == kept else None, tree)
+
+    def pick(kept):
+        return jax.tree.map(lambda leaf: leaf if bool(keep(leaf)) == kept else None, tree)
+
     return pick(True), pick(False)
 
 

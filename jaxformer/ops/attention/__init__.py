@@ -175,7 +175,10 @@ def _choose(query, key, value, call: Call) -> str:
     reason = kernel.refuses(query, key, value, call)
     if reason is None and count > 1:
         reason = "such call under mesh.context"
-    installed = lambda: importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+
+    def installed():
+        return importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+
     if reason is None and name == "cudnn" and platform != jax.default_backend() and not installed():
         reason = "cuDNN on this machine to compile for a GPU with: pip install 'jax[cuda13]'"
     return _log_once(platform, *((name, "") if reason is None else ("blockwise", f"; {name} has no {reason}")))

@@ -257,6 +257,9 @@ def visit_all(visits: Visits, at, visit: Callable, state):
         if one_each:  # a loop costs XLA:CPU a tenth of the time of a window's visits
             state = visit(kind, columns[starts[at]], state)
             continue
-        step = lambda n, state, kind=kind, columns=columns: visit(kind, columns[n], state)
+
+        def step(n, state, kind=kind, columns=columns):
+            return visit(kind, columns[n], state)
+
         state = lax.fori_loop(starts[at], starts[at + 1], step, state)
     return state

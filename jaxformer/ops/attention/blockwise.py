@@ -175,7 +175,10 @@ class Row(NamedTuple):
 def query_rows(grid: Grid, K: int, query, g, delta, lse) -> Row:
     """All query blocks, with their number as first axis, from arrays `[B, T, N, ...]`; `lse` is in blocks already."""
     q, g, delta = (head_blocks(grid.bq, K, x) for x in (query, g, delta))
-    by_width = lambda x: jax.vmap(_flat)(x).swapaxes(-1, -2)
+
+    def by_width(x):
+        return jax.vmap(_flat)(x).swapaxes(-1, -2)
+
     return Row(q, g, delta, lse, by_width(q), by_width(g))
 
 
@@ -247,7 +250,10 @@ def _gradients(grid, residuals, d_out):
         return sums, dq.astype(query.dtype)
 
     d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
-    by_width = lambda x: jnp.zeros_like(x, wide).swapaxes(-1, -2)
+
+    def by_width(x):
+        return jnp.zeros_like(x, wide).swapaxes(-1, -2)
+
     sums = Gradients(by_width(tiles.keys), by_width(tiles.values), d_bias)
     d_out = d_out.astype(value.dtype)
     (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), query_rows(grid, key.shape[2], query, d_out, delta, lse)))

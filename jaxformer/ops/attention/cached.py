@@ -59,8 +59,13 @@ def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((old.keys, old.values)))
     if platform() == "gpu" and size <= WHOLE_READ_BYTES:
         widths, width = widths[-1:], jnp.zeros_like(width)
-    part = lambda w, query, positions: _attend(old.first(w), new, call, query, positions)
-    run = lambda query, positions: lax.switch(width, [partial(part, w) for w in widths], query, positions)
+
+    def part(w, query, positions):
+        return _attend(old.first(w), new, call, query, positions)
+
+    def run(query, positions):
+        return lax.switch(width, [partial(part, w) for w in widths], query, positions)
+
     if query.shape[1] <= QUERY_BLOCK:
         return run(query, positions)
     split = tuple(query_blocks(QUERY_BLOCK, x) for x in (query, positions))

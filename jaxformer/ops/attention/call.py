@@ -84,7 +84,10 @@ def share(B: int, T: int, heads: int) -> Share:
     manual = frozenset(auto_axis_names())
     if jax.sharding.get_abstract_mesh().size == 1 or not manual:
         return Share()
-    entry = lambda name, size: mesh_axes(name, size) or None
+
+    def entry(name, size):
+        return mesh_axes(name, size) or None
+
     return Share(entry("batch", B), entry("length", T), entry("heads", heads), manual)
 
 

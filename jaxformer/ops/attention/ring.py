@@ -45,7 +45,10 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     refuse("ring", refuses(query, key, value, call), "reference")
     chunks = 2 * count if T % (2 * count) == 0 == S % (2 * count) else count  # zigzag needs two for each device
     most = blocks.choose_grid(call.mask, T, S, B * N)
-    divisor = lambda n, most: max(d for d in range(1, min(n, most) + 1) if n % d == 0)
+
+    def divisor(n, most):
+        return max(d for d in range(1, min(n, most) + 1) if n % d == 0)
+
     bk = divisor(S // chunks, most.bk)
     grid = Grid(T, S, divisor(T // chunks, most.bq), bk, bk)
     plan, kv = make_plan(call.mask, grid, count, chunks), jnp.concatenate([key, value], axis=-1)
@@ -87,12 +90,18 @@ def make_plan(mask: Mask, grid: Grid, devices: int, chunks: int) -> Plan:
     visited = mask.blocks(grid.T, grid.S, (grid.bq, grid.bk)) != EMPTY
     work = visited.reshape(chunks, grid.nq // chunks, chunks, grid.nk // chunks).sum((1, 3))
     split = np.arange(chunks).reshape(devices, -1)
+
     # the exchange must save more than it costs; in each turn all devices wait for the busiest
-    slowest = lambda split: _visits_by_turn(work, split).max(0).sum()
+    def slowest(split):
+        return _visits_by_turn(work, split).max(0).sum()
+
     zigzag = split.shape[1] == 2 and bool(slowest(_zigzag(devices)) < 0.9 * slowest(split))
     split = _zigzag(devices) if zigzag else split
     busy = _visits_by_turn(work, split) > 0
-    blocks_of = lambda count: np.arange(count, dtype=np.int32).reshape(chunks, -1)[split].reshape(devices, -1)
+
+    def blocks_of(count):
+        return np.arange(count, dtype=np.int32).reshape(chunks, -1)[split].reshape(devices, -1)
+
     rows, columns = blocks_of(grid.nq), blocks_of(grid.nk)
     owners, places = np.divmod(np.argsort(columns, axis=None).astype(np.int32), columns.shape[1])
     visits = blocks.find_visits(mask, grid, tuple(owners.tolist()))
@@ -173,7 +182,10 @@ def _if_busy(plan: Plan, attend_to: Callable, ring: Ring, turn) -> Ring:
     (kv, *changing), part = ring, (me - turn) % count
     if plan.busy.all():
         return attend_to(ring, part)
-    visit = lambda d_kv, rows: attend_to(Ring(kv, d_kv, rows), part)[1:]
+
+    def visit(d_kv, rows):
+        return attend_to(Ring(kv, d_kv, rows), part)[1:]
+
     return Ring(kv, *lax.cond(jnp.asarray(plan.busy)[me, turn % count], visit, lambda *x: x, *changing))
 
 
@@ -216,7 +228,10 @@ def _extend(plan: Plan, tiles: Tiles, q, ring: Ring, part) -> Ring:
     """The running softmax of each query block, with this part of the keys."""
     H = q.shape[-1]
     tiles = tiles._replace(keys=ring.kv[..., :H], values=ring.kv[..., H:])
-    step = lambda _, row: (None, blockwise.extend(tiles, *row))
+
+    def step(_, row):
+        return (None, blockwise.extend(tiles, *row))
+
     return ring._replace(rows=lax.scan(step, None, (ring.rows, q, *_row_numbers(plan, part)))[1])
 
 

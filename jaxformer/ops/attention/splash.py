@@ -150,7 +150,10 @@ def _run(interpret: bool, kernel, query, key, value, sinks, ids) -> Any:
 
     tables, options = kernel.tree_flatten()
     kernel = kernels.SplashAttentionKernel(*tables, **options | {"interpret": interpret})
-    each = lambda q, k, v, s, ids: kernel(q, k, v, None if ids is None else kernels.SegmentIds(*ids), s)
+
+    def each(q, k, v, s, ids):
+        return kernel(q, k, v, None if ids is None else kernels.SegmentIds(*ids), s)
+
     return jax.vmap(each)(query, key, value, sinks, ids)
 
 

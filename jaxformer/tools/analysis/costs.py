@@ -106,7 +106,10 @@ def kept_bytes(config: ModelConfig, length: int, batch: int = 1, dtype: Any = jn
     """What the forward pass of a training step keeps for the backward pass, without the parameters: exact, by its jaxpr."""
     _check_sizes(length, batch)
     tokens, config = jnp.zeros((batch, length), jnp.int32), replace(config, context_length=max(length, config.context_length))
-    forward = lambda p: models.encode(config, p, tokens, dtype=dtype).hidden
+
+    def forward(p):
+        return models.encode(config, p, tokens, dtype=dtype).hidden
+
     jaxpr = jax.make_jaxpr(lambda p: jax.vjp(forward, p)[1])(params.abstract(models.spec(replace(config, heads=())))).jaxpr
     arguments = set(jaxpr.invars)
     kept = {variable for variable in jaxpr.outvars if not hasattr(variable, "val") and variable not in arguments}

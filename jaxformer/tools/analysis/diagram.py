@@ -79,7 +79,10 @@ def rows(config: ModelConfig, source: ModelConfig | None = None, label: str = "t
 
 def _inputs(config: ModelConfig, tree: dict, label: str) -> Iterator[Row]:
     how, D = config.embedding, config.d_model
-    box = lambda title, detail, *names: Box("embedding", title, detail, sum(params.count(tree.get(name, {})) for name in names))
+
+    def box(title, detail, *names):
+        return Box("embedding", title, detail, sum(params.count(tree.get(name, {})) for name in names))
+
     if isinstance(how, Patches):
         label, shape = f"images of {how.image[0]} × {how.image[1]}", f"{how.channels} × {how.patch[0]} × {how.patch[1]} → {D:,}"
         boxes = [box("Patches", shape + ", class token" * how.class_token, "patches", "class_token", "mask_token")]
@@ -286,5 +289,8 @@ def plain(text: str) -> str:
 
     A $ becomes \$, which it draws as $. Control characters and halves of surrogate pairs are drawn as escapes.
     """
-    is_drawn = lambda letter: letter == "\n" or unicodedata.category(letter) not in ("Cc", "Cs")
+
+    def is_drawn(letter):
+        return letter == "\n" or unicodedata.category(letter) not in ("Cc", "Cs")
+
     return "".join(letter if is_drawn(letter) else repr(letter)[1:-1] for letter in text).replace("$", r"\$")

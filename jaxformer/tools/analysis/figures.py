@@ -46,7 +46,10 @@ def save(draw: Callable[[], Any], path: epath.PathLike, root: epath.PathLike | N
 
 def loss_report(result: Any, records: Sequence[dict]) -> str:
     """Draws the curves of a finished run into its folder; returns a line to print. `records` are those of metrics.jsonl."""
-    draw = lambda: losses({f"{result.name}: {result.parameters:,} parameters": records}, result.baseline)
+
+    def draw():
+        return losses({f"{result.name}: {result.parameters:,} parameters": records}, result.baseline)
+
     folder = epath.Path(result.folder)
     return f"loss curve: {save(draw, folder / 'figures' / 'loss.png', folder)}"
 

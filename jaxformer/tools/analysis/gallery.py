@@ -52,7 +52,10 @@ def model_pictures(model: Any, name: str) -> Pictures:
     if not models.is_config(model):
         return {}
     stacks = {"": model} if isinstance(model, ModelConfig) else {"encoder": model.encoder, "decoder": model.decoder}
-    turn = lambda i, n: f"layer {i + 1} of every {n}" if n > 1 else "every layer"
+
+    def turn(i, n):
+        return f"layer {i + 1} of every {n}" if n > 1 else "every layer"
+
     patterns = {
         f"{stack} {turn(i, len(config.masks))}".strip(): mask
         for stack, config in stacks.items()
@@ -72,7 +75,10 @@ def model_pictures(model: Any, name: str) -> Pictures:
 def cost_table(parts: Sequence[costs.Part]) -> str:
     """The parts as a table of HTML."""
     total = sum(part.flops for part in parts)
-    facts = lambda part: (part.parameters, short(part.flops), f"{part.flops / total:.1%}", f"{short(2 * part.numbers)}B")
+
+    def facts(part):
+        return (part.parameters, short(part.flops), f"{part.flops / total:.1%}", f"{short(2 * part.numbers)}B")
+
     rows = {part.name.replace("_", " "): facts(part) for part in parts}
     columns = ("parameters", "FLOPs", "share", "bytes moved")
     return page.table(columns, [{name: row[i] for name, row in rows.items()} for i in range(len(columns))])
@@ -112,11 +118,19 @@ def attention(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
     with run.on_mesh():
         output = models.apply(model, run.params, batch[field], intermediates=(name,), **model_inputs(batch))
     weights = np.asarray(output.intermediates[name])[-4:, 0, :4]
-    word = lambda token: run.tokenizer.decode([token]) if run.tokenizer else str(token)
+
+    def word(token):
+        return run.tokenizer.decode([token]) if run.tokenizer else str(token)
+
     # of an image, the numbers of its patches
-    words = lambda x, count: [word(token) for token in x[0].tolist()] if x.ndim == 2 else [str(i) for i in range(count)]
+    def words(x, count):
+        return [word(token) for token in x[0].tolist()] if x.ndim == 2 else [str(i) for i in range(count)]
+
     tokens, keys = words(batch[field], weights.shape[-2]), words(batch.get("source", batch[field]), weights.shape[-1])
-    real = lambda name, count: min(SHOWN, int((batch[name] != 0).sum()) if name in batch else count)
+
+    def real(name, count):
+        return min(SHOWN, int((batch[name] != 0).sum()) if name in batch else count)
+
     T, S = real("segment_ids", len(tokens)), real("source_segment_ids" if "source" in batch else "segment_ids", len(keys))
     first = last_stack(model).num_layers - len(weights)
     return lambda: figures.attention(weights[..., :T, :S], tokens[:T], keys[:S], first)

@@ -45,7 +45,10 @@ def inspect(config: models.ModelConfig, params: Any, tokenizer: Any, text: str, 
     logits, lens, weights = _run(config, maps, dtype, params, jnp.array([tokens]))
     logs = np.asarray(jax.nn.log_softmax(logits), np.float64)
     losses = np.array([np.nan, *(-logs[t, token] for t, token in enumerate(tokens[1:]))])
-    word = lambda token: tokenizer.decode([int(token)])
+
+    def word(token):
+        return tokenizer.decode([int(token)])
+
     likeliest = np.argsort(-logs, axis=-1)[:, :top]
     predictions = [[(word(v), float(np.exp(row[v]))) for v in some] for row, some in zip(logs, likeliest, strict=True)]
     guesses = [[word(token) for token in row] for row in np.asarray(lens)]
@@ -82,7 +85,10 @@ def _heads(tokens, weights) -> dict[str, np.ndarray]:
 
 def table(found: Inspection, width: int = 120) -> str:
     """The text as lines for a terminal: token, its loss, what was expected behind it, and the guess of each layer."""
-    shown = lambda token: repr(token)[1:-1][:10]
+
+    def shown(token):
+        return repr(token)[1:-1][:10]
+
     likely = [", ".join(f"{shown(token)} {share:.0%}" for token, share in row) for row in found.predictions]
     room, layers = max(map(len, likely), default=0), list(range(len(found.lens)))
     layers = layers[-max(1, (width - 24 - room) // 12) :]
@@ -102,8 +108,13 @@ def table(found: Inspection, width: int = 120) -> str:
 
 def page_of(found: Inspection, name: str) -> str:
     """The text as a page of HTML: tokens coloured by their losses, a table of what was expected, pictures of the heads."""
-    shade = lambda loss: f' style="background: rgba(209, 73, 91, {np.nan_to_num(min(loss / 8, 1)):.2f})"'
-    word = lambda token: html.escape(token.replace(" ", "␣").replace("\n", "⏎"))
+
+    def shade(loss):
+        return f' style="background: rgba(209, 73, 91, {np.nan_to_num(min(loss / 8, 1)):.2f})"'
+
+    def word(token):
+        return html.escape(token.replace(" ", "␣").replace("\n", "⏎"))
+
     flow, layers = "", "".join(f"<th>layer {layer}</th>" for layer in range(len(found.lens)))
     rows = [f"<tr><th>token</th><th>loss</th><th>expected here</th>{layers}</tr>"]
     for t, (token, loss) in enumerate(zip(found.tokens, found.losses, strict=True)):
@@ -118,7 +129,10 @@ def page_of(found: Inspection, name: str) -> str:
     parts += [page.heading("Token by token", note), f'<div class="wide"><table class="lens">{"".join(rows)}</table></div>']
     if found.weights is not None:
         parts.append(page.heading("Where the heads look", "Entropy in nats, distance in tokens, the rest from 0 to 1."))
-        drawn = lambda title, draw: page.picture(title, figures.png(draw), figures.png(draw, dark=True))
+
+        def drawn(title, draw):
+            return page.picture(title, figures.png(draw), figures.png(draw, dark=True))
+
         heads = {title: partial(figures.heat, value, "head", "layer", title) for title, value in found.heads.items()}
         parts.append(page.side_by_side({title: drawn(title, draw) for title, draw in heads.items()}))
         weights, first = found.weights[-4:, :4, :32, :32], max(len(found.lens) - 4, 0)

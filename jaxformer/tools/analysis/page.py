@@ -46,7 +46,10 @@ def picture(title: str, light: bytes, dark: bytes) -> str:
     """A picture in PNG, for light and for dark pages."""
     width = int.from_bytes(light[16:20], "big") * 4 // 5  # of 120 dots an inch; a pixel of a page is 1/96 inch
     large = ' class="large"' if width > 800 else ""
-    address = lambda data: f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+    def address(data):
+        return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
     source = f'<source srcset="{address(dark)}" media="(prefers-color-scheme: dark)">'
     return f'<picture>{source}<img{large} width="{width}" src="{address(light)}" alt="{html.escape(title)}"></picture>'
 

@@ -69,7 +69,10 @@ def plan_decode(
 
     def compiled(function, *shape):
         weights, cache, *_ = arguments = abstract_arguments(config, mesh, dtype, *shape)
-        call = lambda weights, cache, tokens, lengths: function(config, weights, tokens, cache, lengths=lengths, dtype=dtype)
+
+        def call(weights, cache, tokens, lengths):
+            return function(config, weights, tokens, cache, lengths=lengths, dtype=dtype)
+
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             lowered = jax.jit(call, donate_argnums=1).lower(*arguments)
         program, log = compile_step(lowered, devices, fast)
@@ -110,7 +113,10 @@ def abstract_arguments(config: ModelConfig, mesh, dtype, rows: int, tokens: int,
     weights = jax.eval_shape(lambda: prepare_params(config, models.init(config, jax.random.key(0)), dtype, platforms))
     whole = NamedSharding(mesh, P())
     places = sharding.shardings(spec, mesh) if mesh.size > 1 else jax.tree.map(lambda _: whole, weights)
-    number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def number(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
     cache = jax.eval_shape(partial(decoding.init_cache, config, rows, room, dtype))
     states = replace(cache, lengths=number(rows) if used else None), number(rows, tokens), number(rows)
     return [jax.tree.map(placed, weights, places), *jax.tree.map(partial(_place, mesh), states)]
@@ -125,7 +131,10 @@ def _place(mesh, leaf: Any) -> jax.ShapeDtypeStruct:
 
 def table(plan: DecodePlan) -> str:
     """The plan in words."""
-    gib = lambda size: f"{size / cost.GIB:.2f} GiB"
+
+    def gib(size):
+        return f"{size / cost.GIB:.2f} GiB"
+
     rows = [
         plan.where,
         f"memory a device    {gib(plan.weight_bytes)} weights, {gib(plan.cache_bytes)} cache, {gib(plan.temporary_bytes)} "

@@ -81,7 +81,10 @@ class _Walk(NamedTuple):
         if unknown and key in self.results:
             return self.results[key]
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], consts + values, strict=True))
-        read = lambda atom: (atom.val if np.ndim(atom.val) else None) if hasattr(atom, "val") else env.get(atom)
+
+        def read(atom):
+            return (atom.val if np.ndim(atom.val) else None) if hasattr(atom, "val") else env.get(atom)
+
         total = Count()
         for eqn, needed in zip(jaxpr.eqns, self.needs(jaxpr, used).results, strict=True):
             if not any(needed) and not eqn.effects:

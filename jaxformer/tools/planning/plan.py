@@ -136,7 +136,10 @@ def _on_one_device(experiment: Any, batch: dict[str, Any], devices: list) -> flo
 
 def table(plan: Plan) -> str:
     """The plan in words."""
-    gib = lambda size: f"{size / cost.GIB:.2f} GiB"
+
+    def gib(size):
+        return f"{size / cost.GIB:.2f} GiB"
+
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "data=1"
     host = f", {gib(plan.host_bytes)} on the host" if plan.host_bytes else ""
     rows = [

@@ -79,7 +79,10 @@ def _moments(optimizer: Any, model: ModelConfig, frozen: str | None) -> float:
     spec = models.spec(model)
     weights = params.abstract(spec)
     state = jax.eval_shape(optimizers.build(optimizer, spec, frozen).init, weights)
-    size = lambda tree: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    def size(tree):
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
     return size(state) / size(weights)
 
 

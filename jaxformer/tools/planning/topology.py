@@ -129,7 +129,10 @@ class Log:
 def listening(stderr: bool = True) -> Iterator[Log]:
     """Collects what a compiler writes to its log files (TPU) and, if asked, to stderr (CUDA), which is silent meanwhile."""
     folder, log = Path(os.environ.get("TPU_LOG_DIR", "/nonexistent")), Log()
-    sizes = lambda: {p: p.stat().st_size for p in folder.glob("*") if p.is_file() and not p.is_symlink()}
+
+    def sizes():
+        return {p: p.stat().st_size for p in folder.glob("*") if p.is_file() and not p.is_symlink()}
+
     before = sizes()
     with tempfile.TemporaryFile() as captured:
         original = os.dup(2)

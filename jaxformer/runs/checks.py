@@ -1,0 +1,150 @@
+"""What is checked before the first step: hosts, mesh, data, and the scores that rank checkpoints."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxformer import config, models, parallel
+from jaxformer.config import Source
+from jaxformer.data import batching
+from jaxformer.errors import ConfigError
+from jaxformer.parallel import processes
+from jaxformer.runs.initial import check_initial
+from jaxformer.runs.run import ask, evaluator, examples_scored, new_names, writes_text
+from jaxformer.runs.run_folder import compare
+from jaxformer.training.experiment import Experiment
+from jaxformer.training.recipe import Recipe
+from jaxformer.training.step import TrainState, abstract_state, state_shardings
+
+
+def check(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None) -> Any:
+    """The experiment's dataset. Raises ConfigError, before anything is written, for what would fail in the run."""
+    check_initial(experiment, recipe)
+    check_mesh(experiment, recipe, mesh)
+    dataset = open_data(experiment)
+    if can_sample(experiment, dataset):
+        ask(experiment, experiment.sample, dataset.tokenizer)
+    if dataset.digest != processes.first(lambda: dataset.digest, "the comparison of data"):
+        raise ConfigError("the data here are not those of process 0; give every host the same files")
+    return dataset
+
+
+def check_hosts(experiment: Experiment, source: Source | None) -> None:
+    """Raises ConfigError where the experiment here is not that of process 0: one would wait for what another never does."""
+    code = None if source is None else (source.text, sorted(source.imports.values()))
+    here = json.loads(config.to_json([config.describe(experiment), code], default=str))
+    there = processes.first(lambda: here, "the comparison of experiments")
+    if here != there:
+        different = "; ".join(compare(there[0], here[0])) or "its file, or one that it imports"
+        advice = "give every host the same file and options"
+        raise ConfigError(f"the experiment here is not that of process 0: {different}; {advice}")
+
+
+def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None) -> None:
+    """Raises ConfigError where the parameters do not divide, or several processes have no part of the mesh."""
+    if mesh is not None:
+        state_shardings(recipe, mesh)  # refuses what does not divide
+        if models.is_config(experiment.model):
+            parallel.check_context(dict(mesh.shape), models.context_lengths(experiment.model))
+    if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
+        needed = f"several processes need backend=jit and all of their {jax.device_count()} devices; try --mesh.data=-1"
+        raise ConfigError(f"mesh={experiment.mesh}: {needed}")
+
+
+def open_data(experiment: Experiment):
+    """The experiment's dataset, checked against its model."""
+    dataset = batching.open_dataset(experiment.data, experiment.model)
+    size, least = getattr(getattr(experiment.model, "decoder", experiment.model), "vocab_size", None), dataset.vocab_size
+    if size is not None and least is not None and least > size:
+        raise ConfigError(f"model.vocab_size={size} is too small: the data have {least} tokens; set it to {least}")
+    return dataset
+
+
+def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
+    """Whether an evaluation is known to make the score that ranks checkpoints, before any step.
+
+    False where a metric of the user's may make it: no name is known before it is called. Raises ConfigError for a score that
+    nothing makes, or the end alone, and for what the metrics would refuse at the end.
+    """
+    early: list[str] = []  # what the metrics of every evaluation make
+    late: list[Any] = []
+    taken = ["step", "loss", "perplexity", "bits"]
+    is_known = True
+    for metric in experiment.metrics:
+        names = metric.check(experiment.model, dataset) if hasattr(metric, "check") else None
+        taken += new_names(metric, dict.fromkeys(names or ()), taken)
+        if getattr(metric, "only_final", False):
+            late.append(metric)
+        elif names is None:
+            is_known = False
+        else:
+            early += names
+    best = experiment.checkpoints.best.removeprefix("-")
+    if best in ("loss", "perplexity", "bits", "tokens"):
+        return True
+    batch = batching.ValidationBatches(dataset.validation, experiment.batch_size)[0]
+    sums = jax.eval_shape(recipe.score, abstract_state(recipe).params, batch, jax.random.key(0))
+    found = ["loss", "perplexity", "bits", *sums.metrics, *early]
+    if best in found or best.rpartition("/")[0] in found:  # a metric with a value for each layer
+        return True
+    if not is_known:
+        return False
+    why = f"; {', '.join(map(_name, late))} scores at the end alone, unless only_final=False" if late else ""
+    problem = f"checkpoints.best={experiment.checkpoints.best!r}: an evaluation here gives {', '.join(found)}"
+    raise ConfigError(f"{problem}; name one, or one with a minus{why}")
+
+
+def _name(metric: Any) -> str:
+    return getattr(metric, "__name__", type(metric).__name__)
+
+
+def score_name(experiment: Experiment, dataset) -> str:
+    """What a checkpoint's rank is of: the score, the text, and how the metrics were made. Other ranks are not compared."""
+    count, best = len(dataset.validation), experiment.checkpoints.best
+    name = f"{best} of {examples_scored(experiment, count, whole=False)} examples"
+    if not experiment.metrics or best.removeprefix("-") == "loss":
+        return name
+    described = config.to_json(config.describe(experiment)["metrics"], sort_keys=True, default=str)
+    return f"{name}, metrics {hashlib.sha256(described.encode()).hexdigest()[:8]}"
+
+
+def was_scored(records: Sequence[dict], best: str) -> bool:
+    """Whether an evaluation of an earlier start made this score."""
+    return any(f"validation_{best.removeprefix('-')}" in record for record in records)
+
+
+def try_best(experiment: Experiment, recipe: Recipe, dataset, mesh, state: TrainState) -> None:
+    """Scores one example, which shows the names of the user's metrics. Raises ConfigError where none is `checkpoints.best`."""
+    one = replace(experiment, eval_examples=1)
+    ranked(evaluate_on(mesh, experiment, evaluator(one, recipe, dataset, mesh))(state.best), experiment.checkpoints.best)
+
+
+def evaluate_on(mesh: jax.sharding.Mesh | None, experiment: Experiment, evaluate: Callable) -> Callable:
+    """An evaluation of what the training has: under pmap, one copy, which all devices of the mesh get again."""
+    if mesh is None or experiment.mesh.backend != "pmap":
+        return evaluate
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def evaluate_copies(trained: Any, **options: bool) -> dict[str, Any]:
+        with jax.set_mesh(mesh):
+            return evaluate(jax.device_put(trained, everywhere), **options)
+
+    return evaluate_copies
+
+
+def can_sample(experiment: Experiment, dataset) -> bool:
+    """Whether the run can end with a text that the model writes."""
+    return dataset.tokenizer is not None and writes_text(experiment)
+
+
+def ranked(scores: dict[str, Any], best: str) -> float:
+    """The number by which a checkpoint is ranked, lowest first. Raises ConfigError for a score that there is not."""
+    name = best.removeprefix("-")
+    if not isinstance(scores.get(name), (int, float)):
+        names = ", ".join(name for name, value in scores.items() if not isinstance(value, str))
+        raise ConfigError(f"checkpoints.best={best!r}: an evaluation here gives {names}; name one, or one with a minus")
+    return -scores[name] if best.startswith("-") else scores[name]
