@@ -36,6 +36,12 @@ MODULES = {
 
 # single names that left a module, or whose module was divided: the full name before, the module now
 NAMES = {
+    "jaxformer.ops.positions.Bias": "jaxformer.ops.bias",
+    "jaxformer.ops.positions.bias_between": "jaxformer.ops.bias",
+    "jaxformer.ops.positions.alibi": "jaxformer.ops.bias",
+    "jaxformer.ops.positions.t5": "jaxformer.ops.bias",
+    "jaxformer.ops.positions.t5_bucket": "jaxformer.ops.bias",
+    "jaxformer.ops.positions.shaw": "jaxformer.ops.bias",
     "jaxformer.training.FromRun": "jaxformer.runs.initial",
     "jaxformer.training.HuggingFace": "jaxformer.families.initial",
     "jaxformer.training.initial.HuggingFace": "jaxformer.families.initial",

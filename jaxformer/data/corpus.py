@@ -19,29 +19,25 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxformer.config import execution, new_file, regular_file, storage
-from jaxformer.data import tokenizers
+from jaxformer.config import execution, new_file, storage
+from jaxformer.data import text_files, tokenizers
 from jaxformer.data.records import (
-    JSON_LINES,
     Part,
     Policy,
     Problems,
     Stream,
-    has_ending,
     hugging_face_name,
-    lines,
-    parts,
     paths_as_text,
-    records,
 )
 from jaxformer.data.sources import Dataset, Windows, cache_folder, check_lengths, context_length, digests
+from jaxformer.data.text_files import group_parts, list_files, read_documents, say_left_out
 from jaxformer.data.tokens import (
     Index,
     Tokens,
@@ -55,14 +51,6 @@ from jaxformer.data.tokens import (
 from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
-ROWS = (*JSON_LINES, ".parquet")  # every other file is one text
-ENDINGS = (".txt", ".txt.gz", *ROWS)  # the files of a folder that are read
-NO_TEXT = (
-    ".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow", ".feather", ".avro", ".npy", ".npz", ".pkl", ".pdf", ".docx", ".xlsx",
-    ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z",
-)  # fmt: skip
-PIECE = 1 << 20  # characters of a long text that are encoded at a time
-PART = 1 << 27  # bytes that one process encodes, or after which a stream notes its state
 SAMPLE = 1 << 26  # characters from which byte pairs are learned
 
 
@@ -113,7 +101,7 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
     except OSError as error:
         problem = f"data: cannot read {config.path}, or keep tokens in {folder} ({error})"
         if is_full(error):
-            size = sum(os.path.getsize(file) for file in _files(config.path) if not file.startswith("hf:"))
+            size = sum(os.path.getsize(file) for file in list_files(config.path) if not file.startswith("hf:"))
             problem += f"; {size:,} bytes of text take up to {4 * size:,} (more if compressed), {free_bytes(folder):,} are"
             problem += " free. Make room, or name another --data.cache; what is encoded is kept, the same command goes on"
         raise storage.mistake(error, problem) from None
@@ -133,136 +121,20 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
         vocab_size=_vocab_size(tokenizer), tokenizer=tokenizer, **digests(tokenizer, digest),
         description=f"{config.path}: {index.documents:,} documents, {index.bytes:,} bytes; tokenizer {config.tokenizer}, "
         f"vocabulary {tokenizer.vocab_size:,}; {len(train):,} training and {len(validation):,} validation tokens"
-        + "".join(str(Problems("skip", index.counts, index.first)) for _, index in splits) + "".join(map(_left_out, paths)),
+        + "".join(str(Problems("skip", index.counts, index.first)) for _, index in splits) + "".join(map(say_left_out, paths)),
     )  # fmt: skip
 
 
 # --- what to encode
 
 
-def _files(path: str) -> list[str]:
-    if path.startswith("hf:"):
-        return [path]
-    path = os.path.expanduser(path)
-    if storage.is_dir(path):
-        files = [file for file in _visible(path) if has_ending(file, *ENDINGS)]
-    else:
-        regular_file(path)
-        names = [path] if storage.exists(path) else glob.glob(_escaped(path), recursive=True)
-        files = sorted(file for file in names if storage.is_file(file))
-        if bad := [file for file in files if has_ending(file.lower().removesuffix(".gz"), *NO_TEXT)]:
-            advice = "rows are read from .jsonl and .parquet, text from any other file, both also as .gz; convert it"
-            raise ConfigError(f"data.path: {bad[0]} is a kind of file that is not read; {advice}")
-    if files:
-        return files
-    problem = f"no file in {path!r} (looked in {os.getcwd()}{_left_out(path)})"
-    raise ConfigError(f"data.path: {problem}; expected files of {' '.join(ENDINGS)}")
-
-
-def _visible(folder: str) -> list[str]:
-    """The files of a folder, in order; without hidden ones, which programs leave for themselves."""
-    return storage.find_files(lambda: glob.glob(f"{glob.escape(folder)}/**", recursive=True), folder)
-
-
-def _escaped(pattern: str) -> str:
-    """A glob in which folders that exist as they are written stay themselves, with [ ] in their names."""
-    folder, name = os.path.split(pattern)
-    if not folder or folder == pattern:
-        return pattern
-    return os.path.join(glob.escape(folder) if os.path.isdir(folder) else _escaped(folder), name)
-
-
-def _left_out(path: str) -> str:
-    """Says which files of a folder are not read: of none, empty."""
-    path = os.path.expanduser(path)
-    if path.startswith("hf:") or not os.path.isdir(path):
-        return ""
-    others = [file for file in _visible(path) if not has_ending(file, *ENDINGS)]
-    return f"; {len(others):,} files of other kinds left out (first {others[0]})" if others else ""
-
-
 def _key(config: Corpus, path: str, *more: Any) -> str:
     """A digest of the files as they are now. A file that changes has another size or time, so no file is read for it."""
     stream = [*hugging_face_name(path)] if path.startswith("hf:") else None  # its files if it is a local folder, else its name
-    names = _files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream[0])}/**/*.*", recursive=True))
+    names = list_files(path) if stream is None else sorted(glob.glob(f"{glob.escape(stream[0])}/**/*.*", recursive=True))
     files = [(os.path.abspath(file), os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in names]
     words = ["layout 2", stream, files, config.field, config.bad_rows, config.end_of_text, *more]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]
-
-
-def _groups(path: str, tokenizer: Any = None) -> list[list[tuple[str, int, int | None]]]:
-    """The parts: each a list of stretches (file, start, stop), together about PART bytes, or one shard of a stream.
-
-    A text is cut where that changes no token of `tokenizer`.
-    """
-    groups, room = [], 0.0
-    for file in _files(path):
-        stretches = parts(file, PART)
-        if tokenizer is not None and len(stretches) > 1 and not (file.startswith("hf:") or has_ending(file, *ROWS)):
-            cuts = [_cut_near(file, start, tokenizer) for start, _ in stretches[1:]]
-            stretches = [Part(*cut) for cut in zip([0, *cuts], [*cuts, None], strict=True)]
-        size = PART if file.startswith("hf:") else os.path.getsize(file) / len(stretches)
-        for stretch in stretches:
-            if not groups or size > room:
-                groups, room = [*groups, []], PART
-            groups[-1].append((file, *stretch))
-            room -= size
-    return groups
-
-
-def _cut_near(file: str, start: int, tokenizer: Any) -> int:
-    """The first line at `start` or behind it that may begin a part; in a megabyte without one, `start` itself."""
-    with open(file, "rb") as stream:
-        stream.seek(max(start - 4 * tokenizers.REACH, 0))
-        before, after = stream.read(min(start, 4 * tokenizers.REACH)), stream.read(1 << 20)
-    data, end = before + after, len(before)
-    while end := data.find(b"\n", end - 1) + 1:
-        sides = data[max(end - 4 * tokenizers.REACH, 0) : end], data[end : end + 4 * tokenizers.REACH]
-        if tokenizer.may_cut(*(side.decode("utf-8", "ignore").replace("\r\n", "\n") for side in sides)):
-            return start - len(before) + end
-        end += 1
-    return start
-
-
-def _documents(
-    group: Sequence[Sequence], field: str, problems: Problems, stream: Stream | None = None, tokenizer: Any = None
-) -> Iterator[tuple[str, bool, bool]]:
-    """(text, whether it goes on where the one before ended, whether a document ends with it), for a part's stretches."""
-    for path, *bounds in group:
-        if not path.startswith("hf:") and os.path.getsize(path) == 0:
-            problems.add(path, "empty")
-        elif not path.startswith("hf:") and not has_ending(path, *ROWS):
-            yield from _pieces(path, Part(*bounds), problems, tokenizer)
-        else:
-            for place, (text,) in records(path, [field], problems, Part(*bounds), stream):
-                if not isinstance(text, str):
-                    problems.add(place, f"{field!r} is no text", f" but {type(text).__name__}")
-                elif text:
-                    yield text, False, True
-
-
-def _pieces(path: str, part: Part, problems: Problems, tokenizer: Any = None) -> Iterator[tuple[str, bool, bool]]:
-    """A file of text in pieces of about a megabyte, cut where that changes no token. Its line ends become \\n.
-
-    A tokenizer that allows no cut gets pieces of sixteen megabytes: it needs some hundred bytes of memory for each character.
-    """
-    piece, size, limit, continues = [], 0, PIECE, part.start > 0
-    for _, text in lines(path, problems, part):
-        if text is not None:
-            piece.append(f"{text}\n")
-            size += len(text) + 1
-        if size > limit:
-            whole = "".join(piece)
-            cut = len(whole) if tokenizer is None else tokenizer.last_cut(whole)
-            if not cut and size > 16 * PIECE:
-                cut = len(whole)
-            if cut:
-                yield whole[:cut], continues, False
-                continues = True
-            piece, size = [whole[cut:]], len(whole) - cut
-            limit = PIECE if cut else 2 * size
-    if piece or continues:  # a file of which no line can be read is no document
-        yield "".join(piece), continues, part.stop is None
 
 
 def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
@@ -295,10 +167,10 @@ def _learn_tokenizer(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE
 
 def _sample(path: str, field: str, held_out: float) -> Iterator[str]:
     """The beginnings of up to 64 parts, evenly spaced, without the last fraction `held_out` of all characters."""
-    groups, most = _groups(path), SAMPLE
+    groups, most = group_parts(path), SAMPLE
 
     def texts(group):
-        return (text for text, _, _ in _documents(group, field, Problems("skip")))
+        return (text for text, _, _ in read_documents(group, field, Problems("skip")))
 
     if len(groups) == 1:  # it holds the last ones too
         most = min(most, int((1 - held_out) * sum(map(len, texts(groups[0])))))
@@ -335,7 +207,7 @@ def _open_tokens(config: Corpus, path: str, tokenizer: Any, folder: Path, group:
         except (FileNotFoundError, ValueError):  # shards without their plan are worth nothing
             for shard in entry.glob("0*.json"):
                 shard.unlink(missing_ok=True)
-            plan = {"groups": _groups(path, tokenizer), "field": config.field, "policy": config.bad_rows}
+            plan = {"groups": group_parts(path, tokenizer), "field": config.field, "policy": config.bad_rows}
             save_sealed(entry / "plan.json", plan)
 
     def finish() -> None:
@@ -468,10 +340,10 @@ def encode_part(entry: Path, number: int) -> None:
     stream = None
     if group[0][0].startswith("hf:"):
         stream = Stream(group[0][0], Part(*group[0][1:]), done[-1].state if done else None)
-    documents = _documents(group, plan["field"], problems, stream, tokenizer)
+    documents = read_documents(group, plan["field"], problems, stream, tokenizer)
     for count in itertools.count(len(done)):
         name = f"{number:06}-{count:04}"
-        index = _write_shard(entry / f"{name}.tokens", documents, tokenizer, PART if stream else sys.maxsize)
+        index = _write_shard(entry / f"{name}.tokens", documents, tokenizer, text_files.PART if stream else sys.maxsize)
         index = index._replace(counts=problems.counts, first=problems.first)
         index = index._replace(state=stream.state() if stream and not index.last else None)
         with contextlib.suppress(FileNotFoundError):  # another command has finished and tidied up

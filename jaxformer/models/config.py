@@ -13,8 +13,9 @@ from jaxformer.config import execution
 from jaxformer.errors import ConfigError, check_numbers, check_whole
 from jaxformer.masks import Mask, causal
 from jaxformer.models.mup import MuP
+from jaxformer.ops.bias import check_t5
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
-from jaxformer.ops.positions import Rope, check_t5
+from jaxformer.ops.positions import Rope
 
 
 def unknown_words(config: Any) -> Iterator[str]:

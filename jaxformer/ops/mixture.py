@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from jaxformer.errors import ConfigError
 from jaxformer.ops.einsum import einsum, in_float32
 from jaxformer.ops.feedforward import activated
+from jaxformer.ops.grouped_product import LANES, count_choices, grouped
 from jaxformer.sharding import (
     PARAMETERS,
     alike,
@@ -30,9 +31,6 @@ from jaxformer.sharding import (
     wide_on_cpu,
     with_sharding,
 )  # fmt: skip
-
-LANES = 128  # of a TPU: rows of a block that its kernel takes
-ADD, SET, ZERO = 1, 2, 3  # what that kernel does with a tile of a sum
 
 Outputs = tuple[Float[Array, "N D"], Int[Array, ""]]  # the experts' weighted sum of each token; how many choices had a row
 
@@ -242,7 +240,7 @@ def _statistics(split: Split, logits, routing: Routing, chosen, real, served) ->
     def total(a):
         return lax.psum(a, split.batch + split.length)
 
-    sizes, top_k = _sizes(chosen, logits.shape[-1]), chosen.shape[0]
+    sizes, top_k = count_choices(chosen, logits.shape[-1]), chosen.shape[0]
     asked = total(jnp.sum(sizes))
     fraction = total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1)
     probability = _mean(routing.probabilities, real, total)
@@ -260,7 +258,7 @@ def local(choices: Choices, experts: Experts, E: int, room: int | None, rows: in
         table, owners, used = _blocks(choices.experts, here, E, rows)
 
         def product(x, w):
-            return _grouped(*alike(x, w), owners, used)
+            return grouped(*alike(x, w), owners, used)
     else:
         table, product = _buckets(choices.experts, here, room), _bucket_product
     return _combine(table, experts(product, _take(choices.tokens, table.tokens)), choices)
@@ -304,10 +302,6 @@ def _mean(x, real, total):
     return total(sums) / jnp.maximum(total(jnp.sum(real)), 1)
 
 
-def _sizes(experts, E):
-    return jnp.sum(experts.reshape(-1, 1) == jnp.arange(E)[None], axis=0)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(mesh_axes, axis, dtype, w):
     """w gathered along mesh axes, rounded to `dtype` on the way; the gradient is summed in its own precision."""
@@ -339,7 +333,7 @@ def _combine(table: _Table, y: Float[Array, "count length D"], choices: Choices)
 
 def _buckets(experts: Int[Array, "top_k N"], E: int, room: int) -> _Table:
     """A table with `room` rows for each expert; later choices are dropped."""
-    return _table(experts, _sizes(experts, E), jnp.arange(E) * room, room, E, room)
+    return _table(experts, count_choices(experts, E), jnp.arange(E) * room, room, E, room)
 
 
 def _bucket_product(x, w):
@@ -355,7 +349,7 @@ def _blocks(experts: Int[Array, "top_k N"], here: int, E: int, rows: int | None)
     # a quarter of an expert's even share, in eights: last blocks are half empty, so an eighth of the work is lost
     length = min(8 * -(-experts.size // (32 * E)), 512)
     length += -length % LANES if length > LANES else 0
-    sizes = _sizes(experts, here)
+    sizes = count_choices(experts, here)
     blocks = -(-sizes // length)  # of each expert
     ends = jnp.cumsum(blocks)
     most = min(N * min(top_k, here), experts.size if rows is None else rows)
@@ -375,153 +369,3 @@ def _table(experts: Int[Array, "top_k N"], sizes, first, room: int, count: int, 
     tokens = jnp.full(end, N, order.dtype).at[row].set(order % N, mode="drop")
     rows = jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(experts.shape)
     return _Table(tokens.reshape(count, length), rows)
-
-
-@jax.custom_vjp
-def _grouped(x: Float[Array, "n b D"], w: Float[Array, "E D F"], owners: Int[Array, " n"], used: Int[Array, ""]):
-    """x[i] w[owners[i]] for the first `used` blocks i of x, zeros for the rest. Reverse mode, first order; else refused."""
-    loop, copies = partial(_each_block, "bd,df->bf"), partial(_product_of_copies, "gtd,gdf->gtf")
-    return lax.platform_dependent(*alike(x, w.astype(x.dtype)), owners, used, cpu=loop, cuda=copies, default=_ragged)
-
-
-def _grouped_backward(residuals, g):
-    return *_grouped_gradients(*residuals, g), None, None
-
-
-@jax.custom_vjp
-def _grouped_gradients(x, w, owners, used, g):
-    """The gradients of x and w."""
-    loop, copies = partial(_each_block, "bf,df->bd"), partial(_product_of_copies, "gtf,gdf->gtd")
-
-    def ragged(g, w, *blocks):
-        return _ragged(g, w.swapaxes(1, 2), *blocks)
-
-    dx = lax.platform_dependent(*alike(g, w.astype(x.dtype)), owners, used, cpu=loop, cuda=copies, default=ragged)
-    each = partial(_sum_blocks, len(w))
-
-    # of a loop whose number of turns is not known, a GPU's host waits for each turn
-    def all_blocks(x, g, owners, used):
-        return each(x, _zero_unused(g, used), owners, len(owners))
-
-    kernel = partial(_sum_on_tpu, len(w)) if x.shape[1] % LANES == 0 else each
-    dw = lax.platform_dependent(*alike(x, g), owners, used, tpu=kernel, cuda=all_blocks, default=each)
-    return dx, dw.astype(w.dtype)
-
-
-def _second_derivatives(*_):
-    raise NotImplementedError("mixture: no second derivatives of experts without a limit; with a `capacity` they have them")
-
-
-_grouped_gradients.defvjp(_second_derivatives, _second_derivatives)
-
-
-def _sum_blocks(count: int, x: Float[Array, "n b D"], g: Float[Array, "n b F"], owners, used) -> Float[Array, "E D F"]:
-    """Of each of `count` experts, the sum of x[i]^T g[i] over its blocks, in float32 or better."""
-
-    def add(i, dw):
-        part = einsum("bd,bf->df", _at(x, i), _at(g, i), dtype=dw.dtype)
-        return _put(dw, _at(dw, owners[i]) + part, owners[i])
-
-    zeros = jnp.zeros((count, x.shape[-1], g.shape[-1]), jnp.promote_types(x.dtype, jnp.float32))
-    return lax.fori_loop(0, used, add, alike(zeros, x)[0])
-
-
-def _sum_on_tpu(count: int, x, g, owners, used, interpret=False):
-    """The same by a kernel: a tile of an expert's sum stays in fast memory while that expert's blocks pass.
-
-    In the loop each block reads and writes a whole sum. (`lax.ragged_dot_general` multiplies every row by every expert here,
-    also on TPUs.)
-    """
-    from jax.experimental import pallas
-    from jax.experimental.pallas import tpu
-
-    (n, _, D), F, (tile, across) = x.shape, g.shape[-1], (min(x.shape[-1], 512), min(g.shape[-1], 1024))
-    # an expert without a block is visited once, for zeros
-    blocks = _sizes(jnp.where(jnp.arange(n) < used, owners, count), count)
-    visits = jnp.maximum(blocks, 1)
-    ends, starts = jnp.cumsum(visits), jnp.cumsum(visits) - visits
-    turn = jnp.minimum(jnp.arange(n + count), ends[-1] - 1)
-    expert = jnp.sum(ends[None] <= turn[:, None], axis=1)
-    place = turn - starts[expert]
-    block = jnp.minimum((jnp.cumsum(blocks) - blocks)[expert] + place, n - 1)
-    what = jnp.where(jnp.arange(n + count) > turn, 0, jnp.where(place > 0, ADD, jnp.where(blocks[expert] > 0, SET, ZERO)))
-
-    spec = tpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=3, grid=(pallas.cdiv(F, across), pallas.cdiv(D, tile), n + count),
-        in_specs=[
-            pallas.BlockSpec((1, x.shape[1], tile), lambda f, d, i, expert, block, what: (block[i], 0, d)),
-            pallas.BlockSpec((1, x.shape[1], across), lambda f, d, i, expert, block, what: (block[i], 0, f)),
-        ],
-        out_specs=pallas.BlockSpec((1, tile, across), lambda f, d, i, expert, block, what: (expert[i], d, f)),
-    )  # fmt: skip
-    dtype, axes = jnp.promote_types(x.dtype, jnp.float32), jax.typeof(x).manual_axis_type
-    moved = (x.size + g.size) * x.dtype.itemsize + count * D * F * dtype.itemsize
-    run = pallas.pallas_call(
-        _sum_tile, grid_spec=spec, interpret=interpret, name="sum_blocks",
-        out_shape=jax.ShapeDtypeStruct((count, D, F), dtype, manual_axis_type=axes),
-        cost_estimate=pallas.CostEstimate(flops=2 * x.size * F, bytes_accessed=moved, transcendentals=0),
-        compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-    )  # fmt: skip
-    return run(*(a.astype(jnp.int32) for a in (expert, block, what)), x, g)
-
-
-def _sum_tile(expert, block, what, x, g, out):
-    """A step of that kernel, on a tile of one expert's sum and one block of rows."""
-    from jax.experimental import pallas
-
-    step = what[pallas.program_id(2)]
-
-    def part():
-        return lax.dot_general(x[0], g[0], (((0,), (0,)), ((), ())), preferred_element_type=out.dtype)
-
-    @pallas.when(step == ADD)
-    def _():
-        out[0] += part()
-
-    @pallas.when(step == SET)
-    def _():
-        out[0] = part()
-
-    @pallas.when(step == ZERO)
-    def _():
-        out[0] = jnp.zeros_like(out[0])
-
-
-_grouped.defvjp(lambda *args: (_grouped(*args), args), _grouped_backward)
-
-
-def _ragged(x, w, owners, used):
-    """The product of all blocks by the chip's own kernel, which sums in float32."""
-    here = (owners[None] == jnp.arange(len(w))[:, None]) & (jnp.arange(len(owners))[None] < used)
-    rows = jnp.sum(here, axis=1, dtype=jnp.int32) * x.shape[1]  # of each expert
-    whole = P() if is_explicit() else None  # of a device's own arrays; JAX infers none under Explicit axes
-    return lax.ragged_dot(x.reshape(-1, x.shape[-1]), w, rows, out_sharding=whole).reshape(*x.shape[:2], -1)
-
-
-def _product_of_copies(spec, x, w, owners, used):
-    """The product of all blocks, each with a copy of its expert's weight: XLA:GPU multiplies every row by every expert, too."""
-    y = einsum(spec.replace(",g", ","), x, w[0]) if len(w) == 1 else einsum(spec, x, w[owners])
-    return _zero_unused(y, used)
-
-
-def _zero_unused(x: Float[Array, "n b D"], used: Int[Array, ""]) -> Float[Array, "n b D"]:
-    """The first `used` blocks of x, and zeros for the rest."""
-    return jnp.where((jnp.arange(len(x)) < used)[:, None, None], x, 0)
-
-
-# XLA:CPU (jax 0.10) multiplies every row by every expert in `lax.ragged_dot`. A loop does not visit unused blocks, nor read the
-# weights of experts without tokens.
-def _each_block(spec, x, w, owners, used):
-    def product(i):
-        return einsum(spec, _at(x, i), _at(w, owners[i]))
-
-    out, _ = alike(jnp.zeros((x.shape[0], *jax.eval_shape(product, 0).shape), x.dtype), x)
-    return lax.fori_loop(0, used, lambda i, out: _put(out, product(i), i), out)
-
-
-def _at(x, i):
-    return lax.dynamic_index_in_dim(x, i, keepdims=False)
-
-
-def _put(x, part, i):  # x.at[i].set is a scatter, which XLA:CPU does in float32
-    return lax.dynamic_update_index_in_dim(x, part, i, 0)

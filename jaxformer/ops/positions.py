@@ -1,21 +1,16 @@
 """Positional encodings as functions of integer positions. Angles are right to float32's last digit, also far out."""
 
 import math
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxformer.errors import ConfigError, check_positive, check_whole
-from jaxformer.ops.einsum import einsum
 
 Layout = Literal["interleaved", "half"]
 ANY_LENGTH = 2**30  # more tokens than any text has
@@ -324,129 +319,6 @@ def _length(positions):  # of each token's segment, [B, T, 1]: positions fall wh
     ends = jnp.pad(positions[:, 1:] < positions[:, :-1], ((0, 0), (0, 1)), constant_values=True)
     end = lax.cummin(jnp.where(ends, jnp.arange(positions.shape[1])[None], positions.shape[1]), axis=1, reverse=True)
     return (jnp.take_along_axis(positions, end, axis=1)[..., None] + 1).astype(jnp.result_type(float))
-
-
-@struct.dataclass
-class Bias:
-    """A score bias as a rule of positions, evaluated only where it is needed, differentiable in its arrays.
-
-    `rule(bias, q_positions [T], kv_positions [S]) -> [B or 1, N, T, S]`; or, where `by_distance`, `rule(bias, distances
-    [R]) -> [N, R]` of the distances key - query. `arrays` are its parameters (floating point). `rows`, each `[B, T, ...]`,
-    have a line for every query; the rule gets only those of its queries.
-    """
-
-    rule: Callable = struct.field(pytree_node=False)
-    args: tuple = struct.field(pytree_node=False, default=())
-    by_distance: bool = struct.field(pytree_node=False, default=False)
-    arrays: tuple = ()
-    rows: tuple = ()
-
-    def block(self, q_start, q_length: int, kv_start, kv_length: int) -> Float[Array, "#B N T S"]:
-        """The bias of `q_length` queries from absolute position `q_start` on and of keys likewise."""
-        if self.by_distance:
-            distances = kv_start - q_start + jnp.arange(1 - q_length, kv_length)
-            return _toeplitz(self.rule(self, distances), q_length)[None]
-        bias = self.rule(self, q_start + jnp.arange(q_length), kv_start + jnp.arange(kv_length))
-        return bias if bias.ndim == 4 else bias[None]
-
-
-def bias_between(bias: Bias | Callable, q: Int[Array, "#B T"], kv: Int[Array, "#B S"]) -> Float[Array, "#B N T S"]:
-    """The bias of queries and keys at these positions of their rows. Raises ConfigError for a bias that differs by row."""
-
-    def of_row(q: Array, kv: Array) -> Array:
-        if isinstance(bias, Bias) and bias.by_distance:
-            return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
-        scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
-        if (scores.ndim == 4 and scores.shape[0] > 1) or getattr(bias, "rows", ()):
-            raise ConfigError(f"positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
-        return scores.reshape(scores.shape[-3:])
-
-    rows = max(len(q), len(kv))
-    return jax.vmap(of_row)(*(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, kv)))
-
-
-def _toeplitz(diagonals: Float[Array, "N R"], rows: int) -> Float[Array, "N T S"]:
-    """out[n, i, j] = diagonals[n, j - i + rows - 1] for R = rows + S - 1, without a gather."""
-    N, R = diagonals.shape
-    # copies of the diagonals, one zero after each, are read as lines one entry shorter: each begins one entry earlier
-    copies = jnp.broadcast_to(jnp.pad(diagonals, ((0, 0), (0, 1)))[:, None], (N, rows, R + 1)).reshape(N, -1)
-    return copies[:, rows - 1 : -1].reshape(N, rows, R)[:, :, : R - rows + 1]
-
-
-def alibi(num_heads: int) -> Bias:
-    """-m_n |i - j|, linear in the distance, with a slope for each head. Press et al. 2022, arXiv:2108.12409, section 3.
-
-    m_n = 2^(-8 n / N) for a power of two N; else the slopes of the power below, then every second of the power above.
-    """
-    check_whole("alibi: num_heads", num_heads)
-    num_heads = operator.index(num_heads)  # of NumPy's integers, too
-    below = 1 << (num_heads.bit_length() - 1)
-    slopes = [2 ** (-8 * n / below) for n in range(1, below + 1)]
-    slopes += [2 ** (-4 * n / below) for n in range(1, 2 * (num_heads - below), 2)]
-    return Bias(_alibi, (tuple(slopes),), by_distance=True)
-
-
-def _alibi(bias, distances):
-    wide = jnp.result_type(float)
-    return -jnp.asarray(bias.args[0], wide)[:, None] * jnp.abs(distances).astype(wide)[None]
-
-
-def t5(table: Float[Array, "R N"], bidirectional: bool, max_distance: int = 128) -> Bias:
-    """table[bucket(j - i), n]: each near distance has a bucket, far ones share buckets by their logarithm.
-
-    Raffel et al. 2020, arXiv:1910.10683, section 2.1. Keys after the query have half of the R buckets, or share bucket 0.
-    """
-    return Bias(_t5, (bidirectional, max_distance), by_distance=True, arrays=(table,))
-
-
-def _t5(bias, distances):
-    (table,) = bias.arrays
-    return table[t5_bucket(distances, *bias.args, table.shape[0])].T
-
-
-def check_t5(buckets: int, max_distance: int, bidirectional: bool, name: str = "t5: ") -> None:
-    """Raises ConfigError unless some buckets have one distance each, and these end before the maximum."""
-    check_whole(f"{name}buckets", buckets)
-    check_whole(f"{name}max_distance", max_distance)
-    exact = (buckets // 2 if bidirectional else buckets) // 2
-    if not 0 < exact < max_distance:
-        expected = f"which must be in (0, {max_distance})"
-        raise ConfigError(f"{name}buckets={buckets} has {exact} exact distances, {expected}")
-
-
-def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: int, buckets: int) -> Int[Array, "..."]:
-    """Bucket of each distance key - query. Boundaries are computed on the host, so that all devices have the same."""
-    check_t5(buckets, max_distance, bidirectional)
-    half = buckets // 2 if bidirectional else buckets
-    exact = half // 2
-    far = np.arange(exact, max_distance + 1)
-    logs = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(math.log(max_distance / exact))
-    of_far = np.minimum(exact + (logs * np.float32(half - exact)).astype(np.int64), half - 1)
-    firsts = far[np.searchsorted(of_far, np.arange(exact + 1, half))]  # least distance of each far bucket
-    length = jnp.abs(distances) if bidirectional else jnp.maximum(-distances, 0)
-    bucket = jnp.minimum(length, exact)
-    for first in firsts.tolist():
-        bucket = bucket + (length >= first)
-    return bucket + jnp.where(distances > 0, half, 0) if bidirectional else bucket
-
-
-def shaw(query: Float[Array, "B T N H"], table: Float[Array, "R H"], scale: float | None = None) -> Bias:
-    """scale q_i . a[clip(j - i, -k, k) + k] for a table of R = 2 k + 1 relative keys. Shaw et al. 2018, arXiv:1803.02155.
-
-    Equation 5: q_i (k_j + a_ij) / sqrt(H) is the keys' score plus this bias. `scale` (1/sqrt(H)) must be that of `attention`.
-    """
-    if table.shape[0] % 2 != 1 or table.shape[1] != query.shape[-1]:
-        raise ValueError(f"shaw: a table [2 k + 1, H] of relative keys; got {table.shape} for queries {query.shape}")
-    wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = einsum("btnh,rh->btnr", query, table, dtype=wide) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return Bias(_shaw, rows=(scores,))
-
-
-def _shaw(bias, q_positions, kv_positions):
-    (scores,) = bias.rows
-    k = scores.shape[-1] // 2
-    distances = jnp.clip(kv_positions[None, :] - q_positions[:, None], -k, k) + k
-    return jnp.take_along_axis(scores.transpose(0, 2, 1, 3), distances[None, None], axis=-1)
 
 
 def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

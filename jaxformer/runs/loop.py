@@ -99,11 +99,10 @@ def train(
     """Trains `experiment` in its folder under `runs` (gs://... too), from the newest good checkpoint if there is one.
 
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
-    one that was not. `source` is the experiment's file, which the folder keeps. `refresh` is called after each evaluation
-    with the folder, `reports` at the end with the result and the records: they return a line to print. `began` is when the
-    program began, by `time.monotonic`: now, by default. `weights_of(text)` reads an `initial` that is a text and names no run
-    of ours. Raises ConfigError for what the user can mend, NonFinite when the numbers stay bad, Interrupted on SIGTERM. Several
-    processes (`parallel.processes`) call it alike; the first one writes.
+    one that was not. `source` is the experiment's file, which the folder keeps. `refresh(folder)` is called after each
+    evaluation, `reports` at the end with the result and the records: they return a line to print. `began` is the program's
+    start by `time.monotonic`. `weights_of(text)` reads an `initial` that is a text and names no run of ours. Raises ConfigError
+    for what the user can mend, NonFinite when the numbers stay bad, Interrupted on SIGTERM. All processes call it alike.
     """
     began = time.monotonic() if began is None else began
     folder = run_folder(experiment, runs)
@@ -136,13 +135,10 @@ def train(
             stack.enter_context(jax.set_mesh(mesh))
         memory.keep()
         write_description(folder, experiment, source, dataset)
-        console = Console(experiment.steps, heard=is_first)
-        if is_first:
-            record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, config.describe(experiment))
+        console = open_console(experiment, folder, record)
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
             console.say(line)
-        draw = None if refresh is None or not is_first else partial(BestEffort(refresh, share=0.05), folder)
-        job = prepare(experiment, recipe, folder, dataset, mesh, draw)
+        job = prepare(experiment, recipe, folder, dataset, mesh, refresh if is_first else None)
         watchdog.phase("the first evaluation" if start < job.steps else "the last evaluation")
         goodput = Goodput(folder.goodput if is_first else None, began)
         if start < job.steps:
@@ -163,6 +159,14 @@ def open_checkpoints(experiment: Experiment, folder: RunFolder, dataset) -> chec
     place = folder.for_library(folder.checkpoints)
     rank = score_name(experiment, dataset)
     return checkpoint.Manager(place, score=rank, every=saves.every, keep_latest=saves.keep_latest, keep_best=saves.keep_best)
+
+
+def open_console(experiment: Experiment, folder: RunFolder, record: Record) -> Console:
+    """Where the lines of process 0 are printed; its record goes to the user's loggers too."""
+    if processes.is_first():
+        description = config.describe(experiment)
+        record.loggers = open_loggers(experiment.loggers, folder.path, folder.path.name, description)
+    return Console(experiment.steps, heard=processes.is_first())
 
 
 def write_description(folder: RunFolder, experiment: Experiment, source: Source | None, dataset) -> None:
@@ -211,6 +215,7 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
 
 def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None) -> Job:
     """The parts of an experiment that the loop needs. Functions below this one do not see the experiment."""
+    draw = None if refresh is None else partial(BestEffort(refresh, share=0.05), folder)
     size = experiment.batch_size
     rows = processes.local_rows(mesh, size)
     pmapped, check = experiment.mesh.backend == "pmap" and mesh is not None, lambda *_: None
@@ -256,7 +261,7 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         metadata=metadata, batches=batches, explain=BestEffort(explain), check=check,
         evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh)),
         sample=sample if can_sample(experiment, dataset) else None,
-        profile=profile, work=work, refresh=refresh or (lambda: None),
+        profile=profile, work=work, refresh=draw or (lambda: None),
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from jaxformer import ops
 from jaxformer.models.config import ModelConfig, require_numbers
 from jaxformer.models.layer import Mixer
 from jaxformer.models.mixers.attention import attention
-from jaxformer.ops.positions import Bias
+from jaxformer.ops.bias import Bias
 
 
 @dataclass(frozen=True)

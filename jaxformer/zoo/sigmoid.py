@@ -9,7 +9,7 @@ from jaxformer.models.layer import Mixer
 from jaxformer.models.mixers.attention import attention
 from jaxformer.ops.attention.call import Call, dropout_seed
 from jaxformer.ops.attention.reference import reference
-from jaxformer.ops.positions import bias_between
+from jaxformer.ops.bias import bias_between
 
 
 def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:

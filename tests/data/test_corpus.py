@@ -17,7 +17,7 @@ import pytest
 from etils import epath
 from hypothesis import given, settings, strategies as st
 
-from jaxformer.data import batching, corpus, tokenizers
+from jaxformer.data import batching, corpus, text_files, tokenizers
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.tokens import Index, Tokens
 from jaxformer.errors import ConfigError
@@ -51,7 +51,7 @@ def jsonl(documents):
 @pytest.fixture
 def small(monkeypatch):
     """Parts of 500 bytes, in this process."""
-    monkeypatch.setattr(corpus, "PART", 500)
+    monkeypatch.setattr(text_files, "PART", 500)
 
     def run(entry, path, missing, jobs, progress):
         for part in missing:
@@ -91,18 +91,18 @@ def test_every_document_is_followed_by_the_end(small, texts):
 
 
 def test_processes_encode_the_same(texts, monkeypatch):
-    monkeypatch.setattr(corpus, "PART", 4000)  # of this process: it plans
+    monkeypatch.setattr(text_files, "PART", 4000)  # of this process: it plans
     dataset = open_dataset(texts)
     assert documents_of(dataset) == WHOLE
 
 
 def test_small_files_are_encoded_together(texts):
-    assert len(corpus._groups(texts.path)) == 1
+    assert len(text_files.group_parts(texts.path)) == 1
 
 
 def test_tokens_do_not_depend_on_the_parts(small, texts, monkeypatch, tmp_path):
     first = open_dataset(texts)
-    monkeypatch.setattr(corpus, "PART", 77)
+    monkeypatch.setattr(text_files, "PART", 77)
     second = open_dataset(replace(texts, cache=str(tmp_path / "other")))
     np.testing.assert_array_equal(all_tokens(first), all_tokens(second))
 
@@ -157,7 +157,7 @@ def test_training_windows_follow_each_other(small, texts):
 def test_it_is_encoded_once(small, texts, monkeypatch):
     first = open_dataset(texts)
     monkeypatch.setattr(corpus, "encode_part", None)
-    monkeypatch.setattr(corpus, "parts", None)
+    monkeypatch.setattr(text_files, "parts", None)
     assert open_dataset(texts).digest == first.digest
 
 
@@ -204,7 +204,7 @@ def test_a_killed_command_goes_on_and_two_at_once_agree(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(jsonl(DOCUMENTS) * 3000)
     config = Corpus(str(file), cache=str(tmp_path / "cache"))
-    code = "from jaxformer.data import corpus; corpus.PART = 1 << 20;" + OPEN.format(config=config)
+    code = "from jaxformer.data import corpus, text_files; text_files.PART = 1 << 20;" + OPEN.format(config=config)
     command = [sys.executable, "-c", code]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 120
@@ -258,7 +258,7 @@ DAMAGE = {
 @pytest.mark.parametrize("finished", [True, False])
 def test_any_damaged_file_of_the_cache_is_found_and_made_anew(small, texts, damage, finished, monkeypatch):
     """Of a finished cache, and of one whose encoding was killed before it was summed up."""
-    monkeypatch.setattr(corpus, "PART", 1500)
+    monkeypatch.setattr(text_files, "PART", 1500)
     pytest.importorskip("tokenizers")
     config = replace(texts, tokenizer="bpe", vocab_size=300)
     whole = all_tokens(open_dataset(config))
@@ -413,7 +413,7 @@ def spoil(folder):
 def test_bad_rows_are_left_out_and_counted(texts, tmp_path, monkeypatch):
     """In processes of their own, so counts travel through files."""
     spoil(tmp_path / "texts")
-    monkeypatch.setattr(corpus, "PART", 200)
+    monkeypatch.setattr(text_files, "PART", 200)
     dataset = open_dataset(replace(texts, bad_rows="skip"))
     assert documents_of(dataset) == ["good\ngood too\n", WHOLE[1], "one", "two", *DOCUMENTS[40:50]]
     found = dataset.description.split("; ")[-1]
@@ -429,7 +429,7 @@ def test_bad_rows_are_left_out_and_counted(texts, tmp_path, monkeypatch):
 
 def test_a_bad_row_ends_all_processes_with_its_line(texts, tmp_path, monkeypatch):
     spoil(tmp_path / "texts")
-    monkeypatch.setattr(corpus, "PART", 1000)
+    monkeypatch.setattr(text_files, "PART", 1000)
     for name in ("f.parquet", "empty.txt", "empty.jsonl", "a.txt"):
         (tmp_path / "texts" / name).unlink()
     with pytest.raises(ConfigError, match=r"d\.jsonl:2: 'text' is no text but int; mend it"):
@@ -493,9 +493,9 @@ def test_a_killed_stream_goes_on_from_its_state(small, hub, tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         open_dataset(again)
     read = []
-    records = corpus.records
+    records = text_files.records
     counted = lambda *arguments: (read.append(place) or (place, row) for place, row in records(*arguments))
-    monkeypatch.setattr(corpus, "records", counted)
+    monkeypatch.setattr(text_files, "records", counted)
     monkeypatch.setattr(corpus.Index, "save", save)
     assert open_dataset(again).digest == whole
     assert len(read) < 50  # of 60 rows
@@ -526,8 +526,8 @@ def test_batches_of_hosts_are_rows_of_the_batch(small, texts):
 MEMORY = """
 import sys, numpy as np
 from types import SimpleNamespace
-from jaxformer.data import batching, corpus
-corpus.PART = 1 << 25
+from jaxformer.data import batching, corpus, text_files
+text_files.PART = 1 << 25
 dataset = corpus.Corpus(sys.argv[1], cache=sys.argv[2], jobs=2).open(SimpleNamespace(context_length=256))
 get = batching.batches(dataset.train, 64, 0)
 total = sum(int(get[step]["tokens"].sum()) for step in range(300))
@@ -575,9 +575,9 @@ def test_characters_of_another_run_and_the_end_above_them(tmp_path, count):
 SHARING = """
 import os, sys
 from types import SimpleNamespace
-from jaxformer.data import corpus
+from jaxformer.data import corpus, text_files
 from jaxformer.parallel import processes
-corpus.PART = 500
+text_files.PART = 500
 def here(entry, path, missing, jobs, progress):
     print("encodes", *missing)
     [corpus.encode_part(entry, part) for part in missing]

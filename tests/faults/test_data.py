@@ -79,9 +79,9 @@ DOCUMENTS = [f"document {i}\n" + "words and more words\n" * (i % 5) for i in ran
 ENCODE = """
 import sys
 from types import SimpleNamespace
-from jaxformer.data import corpus
+from jaxformer.data import corpus, text_files
 from jaxformer.errors import ConfigError
-corpus.PART = 1 << 21
+text_files.PART = 1 << 21
 try:
     print(corpus.Corpus(sys.argv[1], cache=sys.argv[2], jobs=2).open(SimpleNamespace(context_length=8)).digest)
 except ConfigError as error:

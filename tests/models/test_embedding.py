@@ -25,7 +25,7 @@ from jaxformer.models import (
     embedding,
 )
 from jaxformer.models.mixers.attention import attention, relative_spec
-from jaxformer.ops.positions import t5_bucket
+from jaxformer.ops.bias import t5_bucket
 
 B, V, D, T = 2, 13, 8, 6
 TEXT = ModelConfig(vocab_size=V, num_layers=1, d_model=D, num_heads=2, context_length=T, positions=None)

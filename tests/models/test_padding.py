@@ -13,7 +13,8 @@ from jaxformer import decoding, masks, models, zoo
 from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, causal
 from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal
-from jaxformer.ops.positions import NTK, Bias, Linear, Llama3, Rope, YaRN
+from jaxformer.ops.bias import Bias
+from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
 
 V, T = 11, 5  # the vocabulary, the length of a sequence
 ONE, OTHER = np.random.default_rng(0).integers(0, V, (2, T)).astype(np.int32)

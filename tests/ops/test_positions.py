@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxformer.errors import ConfigError
+from jaxformer.ops.bias import alibi, t5_bucket
 from jaxformer.ops.positions import (
     NTK,
     Linear,
@@ -16,12 +17,10 @@ from jaxformer.ops.positions import (
     LongRoPE,
     Rope,
     YaRN,
-    alibi,
     learned,
     rope,
     rope_frequencies,
     sinusoidal,
-    t5_bucket,
     within_segments,
 )
 

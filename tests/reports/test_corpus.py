@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from jaxformer import masks
-from jaxformer.data import corpus, records, tokenizers
+from jaxformer.data import corpus, records, text_files, tokenizers
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.images import Images
 from jaxformer.data.labelled import Labelled
@@ -206,9 +206,9 @@ def test_a_file_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text(text)
     monkeypatch.setattr(tokenizers, "REACH", 24)
-    monkeypatch.setattr(corpus, "PIECE", 50)
-    monkeypatch.setattr(corpus, "PART", 700)
-    pieces = [piece for group in corpus._groups(str(path), tokenizer) for piece in documents_of(group, tokenizer)]
+    monkeypatch.setattr(text_files, "PIECE", 50)
+    monkeypatch.setattr(text_files, "PART", 700)
+    pieces = [piece for group in text_files.group_parts(str(path), tokenizer) for piece in documents_of(group, tokenizer)]
     assert len(pieces) > 20 and sum(ends for *_, ends in pieces) == 1
     tokens = [tokenizer.encode_piece(piece, continues) for piece, continues, _ in pieces]
     whole = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
@@ -216,7 +216,7 @@ def test_a_file_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
 
 
 def documents_of(group, tokenizer):
-    return corpus._documents(group, "text", records.Problems(), tokenizer=tokenizer)
+    return text_files.read_documents(group, "text", records.Problems(), tokenizer=tokenizer)
 
 
 @pytest.mark.thorough

@@ -11,7 +11,8 @@ import pytest
 from jaxformer import models, ops, params, zoo
 from jaxformer.data import sources
 from jaxformer.errors import ConfigError
-from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, learned, rope, sinusoidal, t5_bucket
+from jaxformer.ops.bias import t5_bucket
+from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, learned, rope, sinusoidal
 
 LONG = LongRoPE((1.0, 1.1, 1.2, 1.3), (2.0, 3.0, 4.0, 5.0), original_length=64)
 

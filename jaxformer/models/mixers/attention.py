@@ -17,8 +17,9 @@ from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, li
 from jaxformer.ops.attention import cached as cached_attention
 from jaxformer.ops.attention.cached import Int8Slots, Slots, as_array, first_slots, slot_positions, write_slots, write_token
 from jaxformer.ops.attention.call import Call
+from jaxformer.ops.bias import Bias, alibi, bias_between, t5
 from jaxformer.ops.einsum import to_int8
-from jaxformer.ops.positions import Bias, Rope, alibi, bias_between, rope, t5
+from jaxformer.ops.positions import Rope, rope
 from jaxformer.params import Spec
 from jaxformer.sharding import with_logical_constraint
 

@@ -18,8 +18,8 @@ from jaxformer.masks import Mask, as_mask, rules
 from jaxformer.ops.attention import blockwise, cudnn, ring, rows, splash
 from jaxformer.ops.attention.call import Call, check_shapes, dropout_seed
 from jaxformer.ops.attention.reference import reference, rounded_softmax, softmax
+from jaxformer.ops.bias import Bias, bias_between
 from jaxformer.ops.einsum import in_float32, reverse_mode_alone
-from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import auto_axes, platform as mesh_platform, with_logical_constraint
 
 

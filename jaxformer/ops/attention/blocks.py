@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxformer.masks import EMPTY, FULL, PARTIAL, Mask
-from jaxformer.ops.positions import Bias
+from jaxformer.ops.bias import Bias
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class BiasArray(NamedTuple):
 
 
 class BiasRule(NamedTuple):
-    """A `positions.Bias`, evaluated block by block; its `rows` are padded to whole query blocks."""
+    """A `ops.bias.Bias`, evaluated block by block; its `rows` are padded to whole query blocks."""
 
     grid: Grid
     bias: Bias

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxformer.ops.attention.blocks import join_blocks, query_blocks
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import softmax, visible_scores
+from jaxformer.ops.bias import Bias, bias_between
 from jaxformer.ops.einsum import einsum, to_int8
-from jaxformer.ops.positions import Bias, bias_between
 from jaxformer.sharding import is_split, mesh_axes, platform
 
 QUERY_BLOCK = 128  # queries at a time: their scores are an array

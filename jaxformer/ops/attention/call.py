@@ -19,7 +19,7 @@ class Call:
     """The options of one call of `attention`, checked and complete. A pytree, whose numbers are static."""
 
     mask: Any  # a Mask that knows the number of keys
-    bias: Any = None  # an array `[B|1, N|1, T|1, S|1]`, a `positions.Bias`, or a function of positions
+    bias: Any = None  # an array `[B|1, N|1, T|1, S|1]`, a `ops.bias.Bias`, or a function of positions
     sinks: Any = None  # [N]
     dropout_seed: Any = None  # uint32 [2]; None: no dropout
     positions: Any = None  # of queries [B|1, T] and keys [B|1, S], where keys are in a cache

@@ -10,9 +10,9 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxformer.ops.attention.call import Call
+from jaxformer.ops.bias import Bias
 from jaxformer.ops.dropout import kept, rescaled
 from jaxformer.ops.einsum import einsum
-from jaxformer.ops.positions import Bias
 
 
 def softmax(scores: Float[Array, "B N T S"], sinks: Float[Array, " N"] | None = None) -> Float[Array, "B N T S"]:

@@ -66,7 +66,7 @@ def refuses(query, key, value, call: Call) -> str | None:
     if key.dtype != value.dtype:
         return f"keys and values of two types, {key.dtype} and {value.dtype}"
     if callable(call.bias) or getattr(call.bias, "rows", ()):
-        return "bias that is a function or has rows, as `shaw` (a `positions.Bias` may have your own rule)"
+        return "bias that is a function or has rows, as `shaw` (a `ops.bias.Bias` may have your own rule)"
     return None
 
 

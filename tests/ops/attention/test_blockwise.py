@@ -10,8 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings, strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxformer import masks
-from jaxformer.ops import positions
+from jaxformer import masks, ops
 from jaxformer.ops.attention import _log_once, attention, blocks, blockwise
 from jaxformer.ops.attention.call import Call, dropout_seed
 from jaxformer.tools.planning import hlo
@@ -82,11 +81,11 @@ def options_of(kind: str | None, arrays, learned):
     learned = dict(learned)
     match kind:
         case "t5":
-            bias = positions.t5(learned.pop("table"), bidirectional=True, max_distance=16)
+            bias = ops.t5(learned.pop("table"), bidirectional=True, max_distance=16)
         case "shaw":
-            bias = positions.shaw(arrays[0], learned.pop("relative"))
+            bias = ops.shaw(arrays[0], learned.pop("relative"))
         case "alibi":
-            bias = positions.alibi(arrays[0].shape[2])
+            bias = ops.alibi(arrays[0].shape[2])
         case "function":
             rate = learned.pop("rate")
             bias = lambda q, kv: rate[:, None, None] * jnp.cos(q[:, None] - 2.0 * kv[None, :]).astype(rate.dtype)[None]

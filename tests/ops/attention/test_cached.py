@@ -15,8 +15,8 @@ from jaxformer.models import presets
 from jaxformer.ops.attention import cached
 from jaxformer.ops.attention.cached import QUERY_BLOCK, Slots, first_slots, slot_positions, widths, write_slots
 from jaxformer.ops.attention.call import Call
+from jaxformer.ops.bias import Bias, alibi, t5
 from jaxformer.ops.einsum import StoredWeight, einsum
-from jaxformer.ops.positions import Bias, alibi, t5
 
 B, N, K, H = 2, 4, 2, 8
 

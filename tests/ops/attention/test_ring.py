@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jaxformer import masks
+from jaxformer import masks, ops
 from jaxformer.masks import Mask
-from jaxformer.ops import positions
 from jaxformer.ops.attention import attention, ring
 from jaxformer.ops.attention.blocks import Grid
 from jaxformer.parallel import Mesh, make_mesh
@@ -48,10 +47,10 @@ MASKS = {
 OPTIONS = {
     "softcap": dict(softcap=2.0),
     "dropout": dict(dropout_rate=0.4, dropout_key=jax.random.key(3)),
-    "alibi": dict(bias=positions.alibi(N)),
+    "alibi": dict(bias=ops.alibi(N)),
 }
 LEARNED = {  # (what is learned, options from it and the query)
-    "t5": (normal(8, N), lambda table, q: dict(bias=positions.t5(table, True, 16))),
+    "t5": (normal(8, N), lambda table, q: dict(bias=ops.t5(table, True, 16))),
     "array": (normal(1, N, T, T), lambda table, q: dict(bias=table)),
     "sinks": (normal(N), lambda sinks, q: dict(sinks=sinks, softcap=3.0)),
 }
@@ -170,7 +169,7 @@ def test_inside_a_scan_that_recomputes(implementation):
     """As a model has it: layers scanned, each under `jax.checkpoint`, on a mesh that splits batch, length and heads."""
 
     def loss(implementation, q, k, v, table):
-        bias = positions.t5(table, False, 16)
+        bias = ops.t5(table, False, 16)
 
         def layer(x, _):
             return x + attention(x, k, x[:, :, :K], mask=CAUSAL, bias=bias, implementation=implementation), None
@@ -270,7 +269,7 @@ def test_the_lengths_that_it_takes():
         with pytest.raises(NotImplementedError, match="bias that is a function"):
             attention(*ARRAYS, bias=lambda i, j: jnp.zeros((N, len(i), len(j))), implementation="ring")
         with pytest.raises(NotImplementedError, match="or has rows, as `shaw`"):
-            attention(*ARRAYS, bias=positions.shaw(ARRAYS[0], normal(5, H)), implementation="ring")
+            attention(*ARRAYS, bias=ops.shaw(ARRAYS[0], normal(5, H)), implementation="ring")
         # what is not split is one device's business: decoding, a length that is no multiple
         whole = jax.block_until_ready(jax.jit(attention)(*short))
     np.testing.assert_allclose(whole, attention(*short, implementation="reference"), rtol=1e-5, atol=1e-5)

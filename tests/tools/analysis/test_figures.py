@@ -11,7 +11,8 @@ from jaxformer import models
 from jaxformer.masks import bigbird, causal, longformer, window
 from jaxformer.models import ModelConfig, Sinusoidal
 from jaxformer.models.config import Alibi, Axial, Learned, Relative
-from jaxformer.ops.positions import Rope, shaw
+from jaxformer.ops.bias import shaw
+from jaxformer.ops.positions import Rope
 from jaxformer.tools.analysis import costs, figures
 from jaxformer.tools.analysis.scaling import HOFFMANN
 
