@@ -15,16 +15,8 @@ from jaxformer.masks import full
 from jaxformer.models import block
 from jaxformer.models.layer import Context
 from jaxformer.models.mixture import Mixture
-from jaxformer.ops.mixture import (
-    _each_block,
-    _product_of_copies,
-    _ragged,
-    _sum_blocks,
-    _sum_on_tpu,
-    balance_loss,
-    mixture,
-    route,
-)
+from jaxformer.ops.grouped_product import _each_block, _product_of_copies, _ragged, _sum_blocks, _sum_on_tpu
+from jaxformer.ops.mixture import balance_loss, mixture, route
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.params import paths
 
