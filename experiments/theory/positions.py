@@ -22,7 +22,8 @@ from jaxformer import models
 from jaxformer.models import ModelConfig, Sinusoidal, embedding
 from jaxformer.models.config import Alibi, Axial, Embedding, Learned, Relative
 from jaxformer.models.mixers.attention import score_bias
-from jaxformer.ops.positions import Bias, Rope, rope, shaw
+from jaxformer.ops.bias import Bias, shaw
+from jaxformer.ops.positions import Rope, rope
 from jaxformer.params import Tree
 from jaxformer.tools.analysis import figures
 

@@ -155,7 +155,7 @@ def test_a_run_that_is_moved_or_copied(undisturbed, tmp_path, report):
         assert process.end() == 0
     before = sorted(path.relative_to(target) for path in target.rglob("*"))
     command = [sys.executable, "-m", "jaxformer", "evaluate", str(target)]
-    with Process(command, tmp_path, tmp_path / "output") as process:
+    with Process(command, elsewhere.folder, tmp_path / "output") as process:
         assert process.end() == 0, process.said()[-3000:]
     assert before == sorted(path.relative_to(target) for path in target.rglob("*"))
     elsewhere.finish()
@@ -163,6 +163,6 @@ def test_a_run_that_is_moved_or_copied(undisturbed, tmp_path, report):
     renamed = target.parent / "renamed by me"
     target.rename(renamed)
     command = [sys.executable, "-m", "jaxformer", "evaluate", str(renamed)]
-    with Process(command, tmp_path, tmp_path / "output") as process:
+    with Process(command, elsewhere.folder, tmp_path / "output") as process:
         assert process.end() == 0, process.said()[-3000:]
     report(18, "moved, copied while it trained, renamed", trials=3, detected=3, recovered=3)
