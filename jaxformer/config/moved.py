@@ -21,17 +21,24 @@ MODULES = {
     "jaxformer.training.corruption": "jaxformer.objectives",
     "jaxformer.training.objectives": "jaxformer.objectives",
     "jaxformer.training.checkpoint": "jaxformer.runs.checkpoint",
+    "jaxformer.training.compilation_cache": "jaxformer.runs.compilation_cache",
     "jaxformer.training.goodput": "jaxformer.runs.goodput",
     "jaxformer.training.initial": "jaxformer.runs.initial",
+    "jaxformer.training.lock": "jaxformer.runs.lock",
     "jaxformer.training.loop": "jaxformer.runs.loop",
     "jaxformer.training.manifest": "jaxformer.runs.manifest",
     "jaxformer.training.memory": "jaxformer.runs.memory",
     "jaxformer.training.metrics": "jaxformer.runs.metrics",
     "jaxformer.training.names": "jaxformer.runs.names",
+    "jaxformer.training.replicas": "jaxformer.runs.replicas",
+    "jaxformer.training.reproduction": "jaxformer.runs.reproduction",
     "jaxformer.training.run": "jaxformer.runs.run",
-    "jaxformer.models.stacks.reversible": "jaxformer.zoo.reversible",
     "jaxformer.training.run_folder": "jaxformer.runs.run_folder",
+    "jaxformer.training.signals": "jaxformer.runs.signals",
+    "jaxformer.training.silence": "jaxformer.runs.silence",
     "jaxformer.training.start": "jaxformer.runs.start",
+    "jaxformer.training.trust": "jaxformer.runs.trust",
+    "jaxformer.models.stacks.reversible": "jaxformer.zoo.reversible",
 }
 
 # single names that left a module, or whose module was divided: the full name before, the module now
@@ -168,18 +175,24 @@ def import_from(module: str, names: tuple[str, ...]) -> Any:
 
 
 class _Module(ModuleType):
-    """A module that lost names, for a file that asks it for them: `mixers.Performer`."""
+    """A module that lost names, for a file that may ask it for them, as in `mixers.Performer`. All else is the module's own."""
 
     def __init__(self, name: str):
         super().__init__(name)
         try:
-            self.__dict__["_there"] = importlib.import_module(name)
-        except ModuleNotFoundError:  # it lost all of them
-            self.__dict__["_there"] = None
+            self.__dict__["_module"] = importlib.import_module(name)
+        except ModuleNotFoundError:  # it lost all of its names
+            self.__dict__["_module"] = None
 
     def __getattr__(self, name: str) -> Any:
-        module = self.__dict__["_there"]
-        return getattr(module, name) if hasattr(module, name) else _look_up(self.__name__, name)
+        module = self.__dict__["_module"]
+        if hasattr(module, name):
+            return getattr(module, name)
+        if _now(self.__name__, name) is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        found = _look_up(self.__name__, name)
+        self.__dict__[name] = found  # so that it warns once
+        return found
 
 
 def _look_up(module: str, name: str) -> Any:

@@ -1,12 +1,14 @@
 """Names that the library moved: files of older runs import them from where they were, and runs keep their names."""
 
+import importlib
+import importlib.util
 import logging
 import types
 
 import pytest
 
 from jaxformer import config
-from jaxformer.config import moved
+from jaxformer.config import code, moved
 from jaxformer.errors import ConfigError
 
 OLD = """
@@ -47,6 +49,61 @@ def test_an_older_experiment_file_imports_what_moved(tmp_path, caplog):
     assert type(experiment.objective).__module__ == "jaxformer.objectives.masked"
     assert "jaxformer.training.FromRun is now jaxformer.runs.initial.FromRun; change the import" in caplog.messages
     assert not any("Experiment" in line or "ModelConfig" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("name", sorted(moved._left()))
+def test_a_module_that_lost_names_is_in_all_else_itself(name):
+    """What asks a module for a name that it never had, as `hasattr` and `describe` do, gets the usual answer."""
+    parent, _, last = name.rpartition(".")
+    seen = getattr(moved.import_from(parent, (last,)), last)
+    assert not hasattr(seen, "__experiment_text__") and not hasattr(seen, "no_such_name")
+    assert config.describe(seen) == name
+    if importlib.util.find_spec(name) is not None:
+        real = importlib.import_module(name)
+        assert not code.is_users_module(seen) and not code.is_users_module(real)
+        names = [each for each in vars(real) if not each.startswith("__")]
+        assert all(getattr(seen, each) is getattr(real, each) for each in names)
+
+
+MINE = """
+from jaxformer.data.tasks import Reverse
+from jaxformer.models import ModelConfig
+from jaxformer.training import Experiment
+{imports}
+
+def scaled(config):
+    def prepare(params, heads, context):
+        return heads._replace(query=2 * ops.rms_norm(heads.query, heads.query[0, 0, 0]))
+
+    return mixers.attention(config, prepare=prepare)
+
+
+model = ModelConfig(17, 1, 16, 2, context_length=9, mixer=scaled)
+experiment = Experiment(name="mine", model=model, data=Reverse())
+"""
+
+
+def test_a_users_function_is_described_alike_however_its_modules_were_imported(tmp_path):
+    """`from jaxformer import ops` gives a file what may know earlier names; the run's name does not depend on it."""
+    ways = (
+        "from jaxformer import ops\nfrom jaxformer.models import mixers",
+        "import jaxformer.ops as ops\nimport jaxformer.models.mixers as mixers",
+    )
+    found = []
+    for number, imports in enumerate(ways):
+        path = tmp_path / str(number) / "mine.py"
+        path.parent.mkdir()
+        path.write_text(MINE.format(imports=imports))
+        found.append(config.load(str(path)))
+    assert config.describe(found[0]) == config.describe(found[1])
+    assert config.fingerprint(found[0]) == config.fingerprint(found[1])
+
+
+def test_an_earlier_name_warns_once(caplog):
+    mixers = moved.import_from("jaxformer.models", ("mixers",)).mixers
+    with caplog.at_level(logging.WARNING, "jaxformer"):
+        assert mixers.Performer is mixers.Performer
+    assert len(caplog.messages) == 1
 
 
 def test_what_never_was_is_refused_as_usual(tmp_path):
