@@ -108,6 +108,20 @@ def test_no_circle_of_files():
     assert circles(edges) == []
 
 
+LEAVES = "zoo", "families", "interop", "tools"  # what the trunk does without; `cli` takes them inside a command
+
+
+def test_the_trunk_imports_no_leaf():
+    """No file of the trunk names one, and a process that trains loads none of a paper, a family or a tool."""
+    for path in FILES:
+        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        named = {name.split(".")[1] for _, name in imported(path.read_text()) if "." in name}
+        assert part in (*LEAVES, "cli", "__main__") or not named & set(LEAVES), path
+    parts = "models, ops, objectives, training, evaluation, decoding; from jaxformer.runs import loop, names, run"
+    leaves = [f"jaxformer.{name}" for name in LEAVES]
+    assert loaded_after(f"from jaxformer import {parts}", *leaves) == "[]"
+
+
 def test_hidden_imports_are_seen():
     hidden = (
         "def f():\n    from jaxformer import training\n"

@@ -11,7 +11,7 @@ your own: `family.py` says what it is, `gpt2.py` is the shortest example.
 """
 
 # ruff: noqa: F401 (names that the package offers)
-from jaxformer.families.differences import differences
+from jaxformer.families.comparison import differences
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.folder import FAMILIES, Checkpoint, load, read_config, save
 from jaxformer.families.initial import HuggingFace

@@ -13,7 +13,7 @@ from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.families import bert, bigbird, gpt2, llama, longformer, marian, reformer, t5, vit
 from jaxformer.families.classes import write_labels
-from jaxformer.families.differences import fields_with_effect
+from jaxformer.families.comparison import fields_with_effect
 from jaxformer.families.family import Family, plan
 from jaxformer.families.settings import check_layers
 from jaxformer.families.tokens import LISTS, NAMES, NO_TOKENS, Tokens, read_labels, read_tokens, token_filters, written_tokens

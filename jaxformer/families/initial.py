@@ -7,7 +7,7 @@ import jax
 
 from jaxformer import models, params
 from jaxformer.families import folder
-from jaxformer.families.differences import differences
+from jaxformer.families.comparison import differences
 from jaxformer.models.differences import list_differences
 
 

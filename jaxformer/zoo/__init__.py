@@ -53,6 +53,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'jaxformer.zoo' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FILES, *_CLASSES, "PRESETS"})
+
+
 def _presets() -> dict[str, Any]:
     """Every preset by name."""
     from jaxformer.models.presets import PRESETS
