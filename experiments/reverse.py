@@ -8,7 +8,7 @@ Command: make train EXP=reverse
 
 from jaxformer.data.tasks import Reverse
 from jaxformer.masks import full
-from jaxformer.models import ModelConfig, Sinusoidal
+from jaxformer.models import ModelConfig, Sinusoidal, blocks
 from jaxformer.training import Adam, Constant, Experiment
 
 experiment = Experiment(
@@ -21,7 +21,7 @@ experiment = Experiment(
         d_ff=128,
         context_length=4,
         feedforward="relu",
-        norm_placement="post",
+        block=blocks.post_norm,
         positions=Sinusoidal(),
         masks=(full(),),
         tie_embeddings=False,

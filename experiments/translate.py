@@ -25,7 +25,7 @@ from jaxformer.training import Adam, Checkpoints, Experiment, Noam, Sample, Toke
 
 
 def small(stack: ModelConfig) -> ModelConfig:
-    return replace(stack, num_layers=3, context_length=80, norm_placement="pre")
+    return replace(stack, num_layers=3, context_length=80, block=None)
 
 
 paper = transformer_2017(d_model=256, d_ff=512, num_heads=4, vocab_size=4000)

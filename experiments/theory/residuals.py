@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.models import ModelConfig, block
-from jaxformer.models.embedding import norm
+from jaxformer.models import ModelConfig, blocks
 from jaxformer.models.layer import LayerOutput
-from jaxformer.models.stacks import scan
+from jaxformer.models.norm import norm
+from jaxformer.models.stacks import layout
 from jaxformer.tools.analysis import figures, interventions
 
 NAME = "layers/*/residual"
@@ -32,14 +32,14 @@ def without_residuals(placement: str):
     """A stack in which each sub-layer replaces its input: norm before it ("pre"), behind it ("post"), or none ("none")."""
 
     def stack(config, layers, x, context):
-        mixer, feed = scan.mixers(config)[0], block.feed(config)
+        parts = layout.kinds(config)[0].sublayers
         found = []
-        for i, params in enumerate(scan.unstacked(config, layers.params)):
+        for i, params in enumerate(layout.unstacked(config, layers.params)):
             tap = context.tap.in_layer(i)
             here = context.replace(mask=layers.masks[0], layer=i, tap=tap)
-            for name, apply in (("attention", mixer.apply), ("feedforward", feed.apply)):
+            for name, part in parts.items():
                 y = norm(config, params[f"{name}_norm"], x) if placement == "pre" else x
-                x = apply(params[name], y, here)[0]
+                x = part.apply(params[name], y, here)[0]
                 x = norm(config, params[f"{name}_norm"], x) if placement == "post" else x
             x = tap("residual", x)
             found.append(tap.found)
@@ -52,7 +52,7 @@ def variants(depth: int) -> dict[str, ModelConfig]:
     base = ModelConfig(256, depth, 64, 4, context_length=64, init_std=0.125)  # 1 / sqrt(64): products keep the size of x
     return {
         "residuals, pre-norm": base,
-        "residuals, post-norm": replace(base, norm_placement="post"),
+        "residuals, post-norm": replace(base, block=blocks.post_norm),
         "no residuals, pre-norm": replace(base, stack=without_residuals("pre")),
         "no residuals, post-norm": replace(base, stack=without_residuals("post")),
         "no residuals, no norm": replace(base, stack=without_residuals("none")),

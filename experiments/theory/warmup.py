@@ -26,7 +26,7 @@ from jax import Array
 
 from experiments.theory import small
 from jaxformer import models
-from jaxformer.models import ModelConfig
+from jaxformer.models import ModelConfig, blocks
 from jaxformer.ops.positions import Rope
 from jaxformer.tools.analysis import figures
 
@@ -34,7 +34,7 @@ RATES, WARMUPS = (1e-3, 2e-3, 4e-3), (0, 150)
 VOCABULARY, LENGTH, BATCH = 16, 16, 16
 CHANCE = float(np.log(VOCABULARY))
 BASE = ModelConfig(VOCABULARY, 12, 32, 2, context_length=LENGTH, positions=Rope(), init_std=1.0)
-PLACES = {"pre-norm": BASE, "post-norm": replace(BASE, norm_placement="post")}
+PLACES = {"pre-norm": BASE, "post-norm": replace(BASE, block=blocks.post_norm)}
 
 
 def initial(config: ModelConfig, seed: int = 0) -> Any:

@@ -85,8 +85,7 @@ def _describe(value: Any, place: _Place) -> Any:
     if isinstance(value, list | tuple):
         return [inner(item) for item in value]
     if is_config(value):
-        hidden = [field.name for field in dataclasses.fields(value) if "execution" in field.metadata and not place.execution]
-        return _instance(value, {name: item for name, item in fields(value).items() if name not in hidden}, place)
+        return _instance(value, _described_fields(value, place), place)
     if isinstance(value, functools.partial):
         arguments = {"arguments": value.args} if value.args else {}
         return {"type": "partial", **inner({"of": value.func, **arguments, **value.keywords})}
@@ -95,6 +94,17 @@ def _describe(value: Any, place: _Place) -> Any:
     if hasattr(value, "__array__") and hasattr(value, "dtype"):
         return _array(value, inner)
     return _object(value, place)
+
+
+def _described_fields(config: Any, place: _Place) -> dict[str, Any]:
+    """The fields that describe a config. One that took another's place says itself what a description has of it."""
+    own = {field.name: field.metadata for field in dataclasses.fields(config)}
+    found: dict[str, Any] = {}
+    for name, item in fields(config).items():
+        if "execution" in own[name] and not place.execution:
+            continue
+        found |= own[name]["describe"](item) if "describe" in own[name] else {name: item}
+    return found
 
 
 def _is_number_of_numpy(value: Any) -> bool:

@@ -10,6 +10,8 @@ import logging
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from jaxformer.errors import ConfigError
+
 log = logging.getLogger("jaxformer")
 
 # module, before and now
@@ -39,10 +41,16 @@ MODULES = {
     "jaxformer.training.start": "jaxformer.runs.start",
     "jaxformer.training.trust": "jaxformer.runs.trust",
     "jaxformer.models.stacks.reversible": "jaxformer.zoo.reversible",
+    "jaxformer.models.block": "jaxformer.models.feedforward",
 }
 
 # single names that left a module, or whose module was divided: the full name before, the module now
 NAMES = {
+    "jaxformer.models.block.DropoutKeys": "jaxformer.models.sublayers",
+    "jaxformer.models.embedding.norm": "jaxformer.models.norm",
+    "jaxformer.models.embedding.norm_spec": "jaxformer.models.norm",
+    "jaxformer.models.stacks.scan.unstacked": "jaxformer.models.stacks.layout",
+    "jaxformer.models.stacks.scan.init_state": "jaxformer.models.stacks.layout",
     "jaxformer.ops.positions.Bias": "jaxformer.ops.bias",
     "jaxformer.ops.positions.bias_between": "jaxformer.ops.bias",
     "jaxformer.ops.positions.alibi": "jaxformer.ops.bias",
@@ -165,6 +173,26 @@ RENAMED = {
     "jaxformer.ops.bigbird_layout_seeded": "seeded_layout",
     "jaxformer.ops.attention.sparse.bigbird_layout_seeded": "seeded_layout",
 }
+
+# the residual orders that `ModelConfig.norm_placement` named before `block` took its place
+PLACEMENTS = {"pre": "pre_norm", "post": "post_norm", "sandwich": "sandwich"}
+
+
+def block_of_placement(placement: str) -> Any:
+    """The block of an older file's `norm_placement`, with a warning. Raises ConfigError for an unknown word."""
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"model.norm_placement={placement!r}: expected one of {', '.join(PLACEMENTS)}")
+    log.warning("model.norm_placement=%r is model.block=%s now", placement, PLACEMENTS[placement])
+    return getattr(importlib.import_module("jaxformer.models.blocks"), PLACEMENTS[placement])
+
+
+def option_of(option: str, text: str | None) -> tuple[str, str | None]:
+    """An option and its value as they are named now, with a warning where an older run gave another option."""
+    above, dot, name = option.rpartition(".")
+    if not dot or name != "norm-placement" or text not in PLACEMENTS:
+        return option, text
+    log.warning("%s=%s is %s.block=%s now", option, text, above, PLACEMENTS[text])
+    return f"{above}.block", PLACEMENTS[text]
 
 
 def import_from(module: str, names: tuple[str, ...]) -> Any:

@@ -11,7 +11,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxformer.config import code, expressions
+from jaxformer.config import code, expressions, moved
 from jaxformer.config.describe import fields
 from jaxformer.errors import ConfigError, did_you_mean
 
@@ -28,6 +28,7 @@ def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[st
     options = {_option(path): (path, value, hint) for path, value, hint in walk(config)}
     set_to: dict[str, tuple[Any, str]] = {}
     for option, typed, text in sorted(_split(args), key=lambda split: split[0].count(".")):  # the outer ones first
+        option, text = moved.option_of(option, text)
         if option not in options:
             _check_parent(option, options)
             leaves = [name for name, (_, value, _) in options.items() if not fields(value)]

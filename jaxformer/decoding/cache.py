@@ -10,7 +10,7 @@ from flax import struct
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import last_stack
 from jaxformer.models.config import EncoderDecoder, ModelConfig
-from jaxformer.models.stacks.scan import init_state
+from jaxformer.models.stacks.layout import init_state
 from jaxformer.ops.positions import rotation_until
 
 

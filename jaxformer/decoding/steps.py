@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 
 from jaxformer import models
 from jaxformer.decoding.cache import Cache
-from jaxformer.models import EncoderDecoder, ModelConfig, block
-from jaxformer.models.stacks import scan
+from jaxformer.models import EncoderDecoder, ModelConfig
+from jaxformer.models.stacks import layout
 from jaxformer.ops.einsum import StoredWeight, int8_weight, to_int8
 from jaxformer.params import Spec, Tree, map_with_name, paths
 from jaxformer.sharding import is_split
@@ -68,12 +68,12 @@ def _prepare(config, store: Callable, option, params):
 
 
 def _prepare_stack(config: ModelConfig, store, params: Tree, source_width: int | None = None) -> Tree:
-    slots = [block.spec(config, mixer, source_width) for mixer in scan.pattern(config)]
-    layers = scan.unstacked(config, params["layers"])
+    kinds = [kind.spec for kind in layout.kinds(config, source_width)]
+    layers = layout.unstacked(config, params["layers"])
     spec = models.transformer.spec(config, source_width)
     models.transformer.check_params({name: part for name, part in spec.items() if name != "heads"}, params)
     tree = _map_declared(store, spec, {name: part for name, part in params.items() if name != "layers"})
-    return tree | {"layers": tuple(jax.tree.map(store, slots[i % len(slots)], layer) for i, layer in enumerate(layers))}
+    return tree | {"layers": tuple(jax.tree.map(store, kinds[i % len(kinds)], layer) for i, layer in enumerate(layers))}
 
 
 def _map_declared(function: Callable, spec: Tree, params: Tree) -> Tree:

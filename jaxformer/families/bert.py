@@ -10,6 +10,7 @@ from jaxformer.families.classes import POOLED, class_kind, count_labels, heads_b
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.settings import ACTIVATION, COMMON, Json, Key, get, only, read_fields, write_fields
 from jaxformer.masks import causal, full
+from jaxformer.models.blocks import post_norm
 from jaxformer.models.config import Classification, Embedding, LanguageModel, Learned, ModelConfig
 
 QKV = ("query", "key", "value")
@@ -76,7 +77,7 @@ def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
     scale = c["hidden_size"] ** 0.5 if get(c, "rescale_embeddings", False) else 1.0
     return ModelConfig(
         **fields | {"context_length": fields["context_length"] - offset},
-        norm_placement="post", positions=Learned(offset), use_bias=True if get(c, "use_bias", True) else NO_QKV,
+        block=post_norm, positions=Learned(offset), use_bias=True if get(c, "use_bias", True) else NO_QKV,
         embedding=Embedding(scale, norm=True, token_types=get(c, "type_vocab_size", 2)), heads=heads, mixer=mixer,
     )  # fmt: skip
 

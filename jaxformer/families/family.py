@@ -5,7 +5,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.families.settings import Json
+from jaxformer.models.stacks import layout
 from jaxformer.params import Spec, paths
 
 # The layout of their module. linear: torch's, [out, in] (and norms); conv1d: GPT-2's, [in, out]; patches: a convolution;
@@ -27,7 +28,7 @@ class Rule(NamedTuple):
     ours: str | tuple[str, ...]
     theirs: str
     kind: Kind = "linear"
-    layers: tuple[tuple[int, int], ...] | None = None  # pairs (our layer, their layer), if the numbers differ
+    layers: tuple[int, ...] | None = None  # the layers that it is for; None: all that have the parameter
 
 
 def rules(ours: str, theirs: str, names: dict[str, str], kind: Kind = "linear") -> list[Rule]:
@@ -92,17 +93,41 @@ def plan(family: Family, config: Any, allow_missing: str | None = None) -> dict[
     for rule in family.rules(config):
         modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
         for ours, theirs in {"": "", "/kernel": ".weight", "/scale": ".weight", "/bias": ".bias"}.items():
-            names = [module + ours for module in modules]
-            if names[0] in leaves:
-                tensors |= _tensors(rule, rule.theirs + theirs, names, [leaves[name] for name in names])
+            for places in zip(*(_places(config, module + ours) for module in modules), strict=True):
+                chosen = rule.layers is None or places[0].layer in rule.layers
+                if chosen and places[0].path in leaves:
+                    tensors |= _tensors(rule, rule.theirs + theirs, places, [leaves[place.path] for place in places])
     extra = sorted(leaves.keys() - {part.path for tensor in tensors.values() for part in tensor.parts})
     if extra := [path for path in extra if allow_missing is None or not re.search(allow_missing, path)]:
         raise ConfigError(f"this family has no place for {', '.join(extra[:4])}")
     return tensors
 
 
-def _tensors(rule: Rule, theirs: str, names: list[str], specs: list[Spec]) -> dict[str, Tensor]:
-    """One tensor `theirs` for each layer, or each layer and expert, of our leaves."""
+class Place(NamedTuple):
+    """Where a parameter of one layer is stored: a row of a leaf. Outside of layers: the leaf itself."""
+
+    path: str
+    layer: int | None = None
+    row: tuple[int, ...] = ()
+
+
+def _places(config: Any, path: str) -> list[Place]:
+    """The places of a parameter, by its path without the place in the pattern: of each layer, or of the model."""
+    stack, layers, inside = path.rpartition("layers/")
+    if not layers:
+        return [Place(path)]
+    of_stack = getattr(config, stack.rstrip("/")) if stack else config
+    found = []
+    for segment in layout.segments(of_stack):
+        for k in range(segment.count):
+            place, row = segment.row(k)
+            stored = f"{stack}layers/{place}/{inside}" if place else path
+            found.append(Place(stored, segment.first + k, (row,)))
+    return found
+
+
+def _tensors(rule: Rule, theirs: str, places: Sequence[Place], specs: list[Spec]) -> dict[str, Tensor]:
+    """One tensor `theirs`, or one for each expert, of our leaves in these places."""
     if rule.kind == "unread":
         return {theirs: Tensor(specs[0].shape[:1])}
     lead, in_module = theirs.count("{}"), theirs != rule.theirs
@@ -114,10 +139,11 @@ def _tensors(rule: Rule, theirs: str, names: list[str], specs: list[Spec]) -> di
         shape = shape[-1:] + shape[:-1]
     shape = {"leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1])}.get(rule.kind, shape)
     tensors = {}
-    for index in np.ndindex(*specs[0].shape[:lead]) if rule.layers is None else rule.layers:
-        ours, other = (index, index) if rule.layers is None else ((index[0],), (index[1],))
-        parts = (Part(name, ours, spec.shape[lead:]) for name, spec in zip(names, specs, strict=True))
-        tensors[theirs.format(*other)] = Tensor(shape, tuple(parts), out_first)
+    stored = len(places[0].row)
+    layer = () if places[0].layer is None else (places[0].layer,)
+    for expert in np.ndindex(*specs[0].shape[stored:lead]):
+        parts = [Part(place.path, place.row + expert, spec.shape[lead:]) for place, spec in zip(places, specs, strict=True)]
+        tensors[theirs.format(*layer, *expert)] = Tensor(shape, tuple(parts), out_first)
     return tensors
 
 

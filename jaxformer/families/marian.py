@@ -8,6 +8,7 @@ from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.settings import ACTIVATION, PROJECTIONS, Json, Key, get, only, read_fields, write_fields
 from jaxformer.families.t5 import STACK_TABLES
 from jaxformer.masks import causal, full
+from jaxformer.models.blocks import post_norm
 from jaxformer.models.config import Embedding, EncoderDecoder, LanguageModel, ModelConfig, Sinusoidal
 
 MARIAN = {
@@ -42,7 +43,7 @@ def _read_marian(c: Json, names: Collection[str]) -> EncoderDecoder:
 def _marian_stack(c: Json, name: str, **rest: Any) -> ModelConfig:
     fields = read_fields(c, _side(name))
     embedding = Embedding(fields["d_model"] ** 0.5 if get(c, "scale_embedding", False) else 1.0)
-    return ModelConfig(**fields, **rest, norm_placement="post", positions=Sinusoidal(layout="half"), embedding=embedding)
+    return ModelConfig(**fields, **rest, block=post_norm, positions=Sinusoidal(layout="half"), embedding=embedding)
 
 
 def _write_marian(config: Any) -> Json:

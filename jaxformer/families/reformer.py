@@ -125,14 +125,14 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
     attention, feedforward = layer + "attention.self_attention.", layer + "feed_forward."
     layers = repeated(config.mixer, config)
     local = [i for i, mixer in enumerate(layers) if not isinstance(mixer, Reformer)]
-    hashing = tuple((i, i) for i in range(config.num_layers) if i not in local)
+    hashing = tuple(i for i in range(config.num_layers) if i not in local)
     result = [
         *rules("embedding/", e, {"tokens": "word_embeddings.weight", "positions": "position_embeddings.embedding.weight"}),
         Rule("embedding/positions/lines", e + "position_embeddings.weights.0", "lines"),
         Rule("embedding/positions/columns", e + "position_embeddings.weights.1", "leaf1"),
-        Rule("layers/attention/query", attention + "query", layers=tuple((i, i) for i in local)),
+        Rule("layers/attention/query", attention + "query", layers=tuple(local)),
         Rule("layers/attention/query", attention + "query_key", layers=hashing),
-        Rule("layers/attention/key", attention + "key", layers=tuple(enumerate(local))),
+        Rule("layers/attention/key", attention + "key", layers=tuple(local)),
         Rule("layers/attention/value", attention + "value"),
         *rules("layers/attention", layer + "attention.", {"_norm": "layer_norm", "/out": "output.dense"}),
         *rules("layers/feedforward", feedforward, {"_norm": "layer_norm", "/up": "dense.dense", "/down": "output.dense"}),

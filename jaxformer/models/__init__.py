@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxformer import params
-from jaxformer.models import encoder_decoder, transformer
+from jaxformer.models import blocks, encoder_decoder, transformer
 from jaxformer.models.config import (
     Alibi, Axial, Classification, Embedding, EncoderDecoder, LanguageModel, Learned, ModelConfig, Patches, Relative,
     Sinusoidal, TokenClassification,
@@ -42,7 +42,7 @@ def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
     def run(params: Any, inputs: Inputs) -> Output:
         output = _functions(model).encode(model, params, inputs)
         tree = params if isinstance(model, ModelConfig) else params["decoder"]
-        return transformer.read(last_stack(model), tree, output, inputs.real)
+        return transformer.read(last_stack(model), tree, output, inputs.real, inputs.inputs)
 
     return transformer.in_explicit_axes(run)(params, Inputs(tokens, **options))
 
@@ -78,9 +78,13 @@ def evaluation(model: Any) -> Any:
 
     if not isinstance(model, ModelConfig):
         return to_score(model)
-    mixer = tuple(map(to_score, model.mixer)) if isinstance(model.mixer, tuple) else to_score(model.mixer)
+
+    def each(parts):
+        return tuple(map(to_score, parts)) if isinstance(parts, tuple) else to_score(parts)
+
     return replace(
-        model, dropout_rate=0.0, attention_dropout_rate=0.0, mixer=mixer, feedforward=to_score(model.feedforward)
+        model, dropout_rate=0.0, attention_dropout_rate=0.0, mixer=each(model.mixer), feedforward=each(model.feedforward),
+        block=to_score(model.block),
     )  # fmt: skip
 
 

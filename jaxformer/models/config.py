@@ -6,10 +6,11 @@ import numbers
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, field as declared, fields
 from typing import Any, Literal, get_args, get_origin
 
 from jaxformer.config import execution
+from jaxformer.config.moved import PLACEMENTS, block_of_placement
 from jaxformer.errors import ConfigError, check_numbers, check_whole
 from jaxformer.masks import Mask, causal
 from jaxformer.models.mup import MuP
@@ -168,6 +169,19 @@ class TokenClassification:
     __post_init__ = require_numbers(classes=1)
 
 
+NORMS = "layer_norm", "rms_norm"
+
+
+def describe_block(block: Any) -> dict[str, Any]:
+    """The field `block` as a config's description has it: by the first name where it had one, so that runs keep theirs."""
+    name = "pre_norm" if block is None else getattr(block, "__name__", "")
+    if block is None or getattr(block, "__module__", None) == "jaxformer.models.blocks":
+        for placement, function in PLACEMENTS.items():
+            if function == name:
+                return {"norm_placement": placement}
+    return {"block": block}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A transformer stack. Widths follow the shape alphabet: D d_model, N heads, K kv_heads, H head_width, F d_ff."""
@@ -180,12 +194,15 @@ class ModelConfig:
     num_kv_heads: int | None = None  # K; None: as many as heads
     head_width: int | None = None  # H; None: D / N
     d_ff: int | None = None  # F; None: 4 D
-    # an activation (relu gelu gelu_tanh silu relu2), a gate (glu swiglu geglu reglu ...), models.Mixture, or your own
-    feedforward: Callable | str = "gelu_tanh"
-    norm: Literal["layer_norm", "rms_norm"] = "layer_norm"  # of every sub-layer, and the last one
+    # an activation (relu gelu gelu_tanh silu relu2), a gate (glu swiglu geglu reglu ...), models.Mixture, or your own;
+    # a tuple: one a layer, repeated, or as many as layers
+    feedforward: Callable | str | tuple[Callable | str, ...] = "gelu_tanh"
+    # of every sub-layer, and the last one: layer_norm, rms_norm, norm.Unscaled(), norm.no_norm, or (config, width) -> Norm
+    norm: Callable | str = "layer_norm"
     norm_eps: float = 1e-5  # added to the variance
-    # of each sub-layer: before it (GPT-2), behind the sum (2017), or before and behind it (Gemma 2)
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    # how sub-layers meet the residual stream; None: blocks.pre_norm (GPT-2); post_norm (2017), sandwich (Gemma 2),
+    # output_norm (OLMo 2), parallel (GPT-J), or your own: (config, names) -> models.layer.Block
+    block: Callable | None = declared(default=None, metadata={"describe": describe_block})
     # how tokens know their place; a tuple: one a layer, repeated; your own: config -> what `bias` of ops.attention may be
     positions: Learned | Sinusoidal | Axial | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None = Learned()
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
@@ -194,7 +211,8 @@ class ModelConfig:
     stack: Callable | None = None  # None: stacks.scan.stack; zoo.Reversible(); or your own
     # True, False, or which have one: a regular expression over query key value out up gate down norm patches
     use_bias: bool | str = True
-    embedding: Embedding | Patches = Embedding()  # from tokens or images to the first hidden states
+    # from tokens or images to the first hidden states, or `config -> models.embedding.Embedder` of your own
+    embedding: Embedding | Patches | Callable = Embedding()
     # what reads the hidden states: these, or `config -> models.heads.Head` of your own; () for a bare stack
     heads: tuple[LanguageModel | Classification | TokenClassification | Callable, ...] = (LanguageModel(),)
     tie_embeddings: bool = True  # the language model reads by the embedding's rows, not by a matrix of its own
@@ -209,8 +227,14 @@ class ModelConfig:
     # kept of a layer for the backward pass: everything, products with weights, long attention, or only its input
     remat: Literal["none", "dots", "attention", "full"] = execution("none")
     unroll: int | None = execution(None)  # layers of one scan step, num_layers: no scan; None: the fastest on the platform
+    norm_placement: InitVar[str | None] = None  # older files: the first name of `block`
 
-    def __post_init__(self):
+    # the default is for jaxtyping, which binds the arguments of a call that raised, without an `InitVar`
+    def __post_init__(self, norm_placement: str | None = None):  # noqa: RUF033
+        if norm_placement is not None:
+            object.__setattr__(self, "block", block_of_placement(norm_placement))
+        if describe_block(self.block) == describe_block(None):  # one value for the default, so that equal models are equal
+            object.__setattr__(self, "block", None)
         for problem in itertools.chain(_wrong_sizes(self), _wrong_words(self), unknown_words(self), _wrong_masks(self)):
             raise ConfigError(f"model.{problem}")
 
@@ -242,7 +266,7 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
     optional = "num_kv_heads", "head_width", "d_ff", "unroll"
     for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", *optional):
         size: Any = getattr(c, name)
-        least = 0 if patches and name == "vocab_size" else 1
+        least = 0 if name == "vocab_size" and not isinstance(c.embedding, Embedding) else 1
         if size is None and name in optional:
             continue
         if not isinstance(size, numbers.Integral) or size < least:
@@ -272,20 +296,29 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
         yield f"context_length={c.context_length}: {shown} make {patches.length} positions"
     table = 0 if patches else c.d_model
     heads = c.heads if isinstance(c.heads, tuple) else ()  # what is none is refused by `_wrong_words`
-    if c.tie_embeddings and c.hidden_width != table and any(isinstance(h, LanguageModel) for h in heads):
+    own = not isinstance(c.embedding, Embedding | Patches)  # whose table is seen when the head is made
+    if not own and c.tie_embeddings and c.hidden_width != table and any(isinstance(h, LanguageModel) for h in heads):
         have = f"which have {table or 'none: they are patches'}; set it to False, or give other heads"
         yield f"heads: a LanguageModel with tie_embeddings=True reads {c.hidden_width} features by the embedding's rows, {have}"
 
 
 def _wrong_words(config: ModelConfig) -> Iterator[str]:
     """One line for each field that holds none of the words, functions or expressions that it may."""
-    feedforward, words = config.feedforward, ", ".join((*ACTIVATIONS, *GATES))
-    if isinstance(feedforward, str) and feedforward not in (*ACTIVATIONS, *GATES):
-        yield f"feedforward={feedforward!r}: expected one of {words}"
-    if feedforward in ACTIVATIONS.values() or (getattr(feedforward, "__module__", None) or "").startswith("jax."):
-        name = getattr(feedforward, "__name__", feedforward)
-        own = "a function of yours is config -> models.layer.FeedForward"
-        yield f"feedforward={name}: an activation is given by its name, one of {words}; {own}"
+    words = ", ".join((*ACTIVATIONS, *GATES))
+    for feedforward in config.feedforward if isinstance(config.feedforward, tuple) else (config.feedforward,):
+        if isinstance(feedforward, str) and feedforward not in (*ACTIVATIONS, *GATES):
+            yield f"feedforward={feedforward!r}: expected one of {words}"
+        if feedforward in ACTIVATIONS.values() or (getattr(feedforward, "__module__", None) or "").startswith("jax."):
+            name = getattr(feedforward, "__name__", feedforward)
+            own = "a function of yours is config -> models.layer.FeedForward"
+            yield f"feedforward={name}: an activation is given by its name, one of {words}; {own}"
+    if isinstance(config.norm, str) and config.norm not in NORMS:
+        yield f"norm={config.norm!r}: expected one of {', '.join(NORMS)}"
+    for name in ("mixer", "feedforward"):
+        if getattr(config, name) == ():
+            yield f"{name}=(): expected one for a layer at least"
+    if config.block is not None and not callable(config.block):
+        yield f"block={config.block!r}: expected a function such as blocks.post_norm, or None"
     if not isinstance(config.heads, tuple):
         yield f"heads={config.heads!r}: expected a tuple, such as (LanguageModel(),), with a comma behind a single head"
         return

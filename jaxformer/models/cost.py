@@ -9,6 +9,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Classification, EncoderDecoder, ModelConfig
 from jaxformer.models.heads import language_model
 from jaxformer.models.mixture import Mixture
+from jaxformer.models.stacks import layout
 
 GIB = 2**30
 
@@ -117,8 +118,9 @@ def products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float
     for path, leaf in params.paths(models.spec(config)).items():
         stack = config if isinstance(config, ModelConfig) else getattr(config, path.split("/")[0])
         share = 1.0
-        if isinstance(stack.feedforward, Mixture) and "expert" in leaf.axes and "router" not in path:
-            share = stack.feedforward.top_k / stack.feedforward.experts
+        experts = layout.of_parameter(stack, path).feedforward if "expert" in leaf.axes else None
+        if isinstance(experts, Mixture) and "router" not in path:
+            share = experts.top_k / experts.experts
         head = next((head for head in stack.heads if f"heads/{getattr(head, 'name', None)}/" in path), None)
         if isinstance(head, Classification):
             share = 1 / stack.context_length  # one position of all is classified

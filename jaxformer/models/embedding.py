@@ -1,23 +1,41 @@
 """From tokens or images to the first hidden states."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.nn.initializers import normal, ones, zeros
+from jax.nn.initializers import normal
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxformer import ops, params
+from jaxformer import params
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Axial, Learned, ModelConfig, Patches, Sinusoidal
+from jaxformer.models.config import Axial, Embedding, Learned, ModelConfig, Patches, Sinusoidal
 from jaxformer.models.layer import linear
+from jaxformer.models.norm import norm, norm_spec
 from jaxformer.ops.einsum import StoredWeight
 from jaxformer.ops.positions import learned, sinusoidal
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import mesh_axes, with_logical_constraint
+
+
+def axis_of_tokens(tokens: Array) -> int:
+    """The length of tokens `[B, T, ...]`."""
+    return tokens.shape[1]
+
+
+class Embedder(NamedTuple):
+    """An embedding of your own: `ModelConfig.embedding` may be any function `config -> Embedder`.
+
+    Absolute positions of the config are added to what it returns.
+    """
+
+    spec: Tree  # of `Spec`; with a table `tokens` [V, D], a language model's head may read by it
+    apply: Callable  # (params, tokens or other arrays that `models.apply` got, its `inputs`) -> [B, T, D]
+    length: Callable = axis_of_tokens  # the arrays -> T, how many positions they take
 
 
 def spec(config: ModelConfig) -> Tree:
@@ -34,12 +52,14 @@ def spec(config: ModelConfig) -> Tree:
         init, bias = normal(math.prod(shape[:3]) ** -0.5), config.has_bias("patches")
         tree["patches"] = params.linear(shape, (*pixels, "embed"), pixels, init, bias)
         tree |= {name: one for name in ("class_token", "mask_token") if getattr(how, name)}
-    else:
+    elif isinstance(how, Embedding):
         tree["tokens"] = rows("vocab", config.vocab_size)
         if how.token_types:
             tree["token_types"] = rows(None, how.token_types)
         if how.norm:
             tree["norm"] = norm_spec(config)
+    else:
+        tree |= how(config).spec
     if isinstance(config.positions, Learned):
         tree["positions"] = rows("length", config.context_length + config.positions.offset)
     if isinstance(config.positions, Axial):
@@ -50,30 +70,39 @@ def spec(config: ModelConfig) -> Tree:
 
 def length(config: ModelConfig, inputs: Array) -> int:
     """Positions that tokens `[B, T]` or images `[B, height, width, C]` take."""
-    if not isinstance(config.embedding, Patches):
+    if isinstance(config.embedding, Embedding):
         return inputs.shape[1]
+    if not isinstance(config.embedding, Patches):
+        return config.embedding(config).length(inputs)
     shape, expected = inputs.shape[1:], (*config.embedding.image, config.embedding.channels)
     if shape != expected:
         raise ConfigError(f"images {shape} where model.embedding expects {expected}; resize them, or use models.vision.resize")
     return config.embedding.length
 
 
-def embed(config: ModelConfig, params, inputs, positions, token_types=None, dtype=None, masked=None) -> Float[Array, "B T D"]:
+def embed(
+    config: ModelConfig, params, inputs, positions, token_types=None, dtype=None, masked=None, extra: Tree = None
+) -> Float[Array, "B T D"]:
     """Rows of tokens times the scale, or patches of images, plus token types and absolute positions; then a norm, if any.
 
-    `masked` flags `[B, patches]` of an image stand for the mask token. Raises ConfigError where the model has none.
+    `masked` flags `[B, patches]` of an image stand for the mask token. Raises ConfigError where the model has none. `extra` is
+    what an `Embedder` of the user's own reads besides.
     """
-    if isinstance(config.embedding, Patches):
+    how = config.embedding
+    if isinstance(how, Patches):
         dtype = dtype or params["patches"]["kernel"].dtype
         x = _embed_images(config, params, inputs.astype(dtype), masked)
-    else:
+    elif isinstance(how, Embedding):
         table = params["tokens"]
         dtype = dtype or getattr(table, "dtype", jnp.float32)
         x = table.rows(inputs, dtype) if isinstance(table, StoredWeight) else _rows(table, inputs)
-        x = x * config.embedding.scale
-        if config.embedding.token_types:
+        x = x * how.scale
+        if how.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
             x = x + learned(types, params["token_types"])
+    else:
+        x = how(config).apply(params, inputs, extra)
+        dtype = dtype or x.dtype
     match config.positions:
         case Learned(offset):
             x = x + learned(positions + offset, params["positions"])
@@ -82,8 +111,8 @@ def embed(config: ModelConfig, params, inputs, positions, token_types=None, dtyp
             x = x + jnp.concatenate([learned(line, tables["lines"]), learned(column, tables["columns"])], axis=-1)
         case Sinusoidal(layout, spacing):
             x = x + sinusoidal(positions, config.d_model, layout, spacing).astype(x.dtype)
-    if "norm" in params:
-        x = norm(config, params["norm"], x)
+    if isinstance(how, Embedding) and how.norm:
+        x = norm(config, params.get("norm", {}), x)
     return with_logical_constraint(x.astype(dtype), "batch", "length", None)
 
 
@@ -131,20 +160,3 @@ def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) ->
     B, height, width, C = images.shape
     cut = images.reshape(B, height // patch[0], patch[0], width // patch[1], patch[1], C).transpose(0, 1, 3, 5, 2, 4)
     return cut.reshape(B, cut.shape[1] * cut.shape[2], -1)
-
-
-def norm_spec(config: ModelConfig, width: int | None = None) -> Tree:
-    """Scale and, for a layer norm that the config gives one, bias `[width]` (D by default)."""
-    shape = (width or config.d_model,)
-    out = {"scale": Spec(shape, ("embed",), ones)}
-    if config.norm == "layer_norm" and config.has_bias("norm"):
-        out["bias"] = Spec(shape, ("embed",), zeros)
-    return out
-
-
-def norm(config: ModelConfig, params: Tree, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
-    """The config's norm, `ops.layer_norm` or `ops.rms_norm`, over the last axis."""
-    with jax.named_scope("norm"):
-        if config.norm == "layer_norm":
-            return ops.layer_norm(x, params["scale"], params.get("bias"), config.norm_eps)
-        return ops.rms_norm(x, params["scale"], config.norm_eps)

@@ -14,7 +14,7 @@ from jaxformer.models.config import EncoderDecoder
 from jaxformer.models.intermediates import of_stack
 from jaxformer.models.layer import Source
 from jaxformer.models.mixers.attention import source_heads
-from jaxformer.models.stacks import scan
+from jaxformer.models.stacks import layout
 from jaxformer.models.transformer import Inputs, Output
 from jaxformer.params import Tree
 
@@ -41,7 +41,7 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
         encoder = encode_source(config, params, replace(inputs, dropout_key=encoder_key))
         read: Tree = {"hidden": encoder.hidden, "heads": None, "segment_ids": ids}
         if cache is not None:
-            layers = scan.unstacked(config.decoder, params["decoder"]["layers"])
+            layers = layout.unstacked(config.decoder, params["decoder"]["layers"])
             read["heads"] = tuple(source_heads(layer["cross_attention"], encoder.hidden) for layer in layers)
             read["segment_ids"] = jnp.ones(encoder.hidden.shape[:2], jnp.int32) if ids is None else ids
             cache = replace(cache, source=read)
@@ -55,7 +55,7 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
     output = transformer.encode(config.decoder, params["decoder"], decoder)
     return replace(
         output, source=read["hidden"], intermediates=_named(encoder.intermediates, output.intermediates),
-        stats=_named(encoder.stats, output.stats),
+        stats=_named(encoder.stats, output.stats), updates=_updates(encoder.updates, output.updates),
         loss=_mean((encoder.loss, config.encoder.num_layers), (output.loss, config.decoder.num_layers)),
     )  # fmt: skip
 
@@ -64,6 +64,11 @@ def _named(encoder: Tree, decoder: Tree) -> Tree:
     """What both stacks report, by names that begin with the stack's."""
     both = {"encoder": encoder or {}, "decoder": decoder or {}}
     return {f"{stack}/{name}": value for stack, values in both.items() for name, value in values.items()} or None
+
+
+def _updates(encoder: Tree, decoder: Tree) -> Tree:
+    """The updates of both stacks, as a part of the tree of both."""
+    return {name: tree for name, tree in (("encoder", encoder), ("decoder", decoder)) if tree is not None} or None
 
 
 def _mean(*losses: tuple[Array | None, int]) -> Array | None:

@@ -1,5 +1,6 @@
 """What reads the last hidden states: logits of tokens, classes of sequences, of positions, of images."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -16,9 +17,9 @@ from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, is_causal
 from jaxformer.masks.blocks import evaluate
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig, TokenClassification
-from jaxformer.models.embedding import norm, norm_spec
 from jaxformer.models.layer import linear
 from jaxformer.models.mup import MuP
+from jaxformer.models.norm import norm, norm_spec
 from jaxformer.ops.einsum import Weight, add_bias
 from jaxformer.ops.feedforward import ACTIVATIONS
 from jaxformer.params import Spec, Tree
@@ -32,7 +33,18 @@ class Head(NamedTuple):
 
     name: str  # the key of its parameters and of its output
     spec: Tree  # of `Spec`
-    apply: Callable  # (params, hidden [B, T, D], real [B, T], False for padding, or None) -> array, float32 or better
+    # (params, hidden [B, T, D], padding_mask [B, T], False for padding, or None, inputs) -> array, float32 or better;
+    # `inputs` is what `models.apply` got by that name; a function of three arguments gets all but this
+    apply: Callable
+
+
+def run(head: Head, params: Tree, hidden: Float[Array, "B T D"], padding_mask, inputs: Tree) -> Array:
+    """What a head makes of the hidden states."""
+    parameters = inspect.signature(head.apply).parameters.values()
+    several = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    count = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+    arguments = params, hidden, padding_mask, inputs
+    return head.apply(*(arguments if several or count > 3 else arguments[:3]))
 
 
 def heads(config: ModelConfig, table: Weight | None = None) -> dict[str, Head]:

@@ -58,6 +58,7 @@ class MixerOutput(NamedTuple):
     out: Any  # [B, T, D]
     state: Tree = None  # the state with these tokens
     memo: Tree = None  # value for the next layer
+    updates: Tree = None  # new values of its parameters of `Spec(trained=False)`: a part of their tree
 
 
 class FeedForwardOutput(NamedTuple):
@@ -66,6 +67,7 @@ class FeedForwardOutput(NamedTuple):
     out: Any  # [B, T, D]
     loss: Any = None  # an auxiliary loss, already weighted
     stats: Tree = None  # figures for reports
+    updates: Tree = None  # new values of its parameters of `Spec(trained=False)`: a part of their tree
 
 
 class LayerOutput(NamedTuple):
@@ -77,12 +79,13 @@ class LayerOutput(NamedTuple):
     loss: Any = None
     stats: Tree = None
     intermediates: Tree = None  # `Tap.found`
+    updates: Tree = None  # of a stack: a part of the tree of its parameters
 
 
 class Layers(NamedTuple):
     """What a stack runs: `ModelConfig.stack` is a function (config, Layers, x, Context) -> (x, LayerOutput)."""
 
-    params: Tree  # [L, ...]; in decoding also a tuple: a tree for each layer
+    params: Tree  # of `stacks.layout.spec`; in decoding also a tuple: a tree for each layer
     masks: tuple[Mask, ...]  # one a layer, repeated
     state: tuple | None = None  # in decoding, one for each layer
     constants: Tree = None  # [L, ...]; None: the mixers draw them
@@ -93,6 +96,7 @@ class FeedForward(NamedTuple):
 
     spec: Tree  # of `Spec`
     apply: Callable  # (params, x [B, T, D], Context) -> FeedForwardOutput
+    shared: Tree = None  # the spec of parameters that all layers have in common
 
 
 class Mixer(NamedTuple):
@@ -106,6 +110,26 @@ class Mixer(NamedTuple):
     constants: Callable = lambda *_: None  # T -> arrays [L, ...] that are drawn, not trained
     memo: Callable = lambda *_: None  # x -> the `Context.memo` of the first layer: the shapes that each layer passes on
     rolls: bool = False  # whether a `length` of what the mask lets a query see is enough: a new token replaces the oldest
+
+
+def same_stream(params: Tree, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+    """x: the stream begins with the embedding, or ends as the last layer leaves it."""
+    return x
+
+
+class Block(NamedTuple):
+    """How sub-layers meet the residual stream: `ModelConfig.block` is any function `(config, names) -> Block`.
+
+    `names` are the sub-layers of a layer in their order: attention, cross_attention where there is an encoder, feedforward.
+    `sublayers` has a function `y [B, T, D] -> [B, T, D]` for each name, to be called once; its output is dropped out already.
+    """
+
+    spec: Tree  # of one layer's own parameters, besides those of the sub-layers: norms, scales
+    apply: Callable  # (params, stream, sublayers, Context) -> the stream after the layer
+    stack_spec: Tree = None  # of parameters that stand once in the model, at the top of its tree: {"final_norm": ...}
+    begin: Callable = same_stream  # (params of `stack_spec`, x [B, T, D], Context) -> the stream [B, T, ...]
+    end: Callable = same_stream  # (params of `stack_spec`, the stream, Context) -> [B, T, hidden_width]
+    shared: Tree = None  # the spec of parameters that all layers have in common
 
 
 def linear_spec(config: ModelConfig, name: str, shape, axes, contracts, std: float) -> Tree:

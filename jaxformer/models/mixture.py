@@ -7,8 +7,8 @@ from jax.nn.initializers import normal
 from jaxtyping import Float
 
 from jaxformer.errors import ConfigError, check_numbers
-from jaxformer.models.block import feedforward, feedforward_spec
 from jaxformer.models.config import ModelConfig
+from jaxformer.models.feedforward import feedforward, feedforward_spec
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.mixture import balance_loss, mixture

@@ -7,6 +7,7 @@ Parameter counts are checked against other people's implementations in the tests
 from dataclasses import replace
 
 from jaxformer.masks import causal, full, window
+from jaxformer.models.blocks import post_norm
 from jaxformer.models.config import (
     Classification, Embedding, EncoderDecoder, LanguageModel, Learned, ModelConfig, Patches, Relative, Sinusoidal,
 )  # fmt: skip
@@ -70,7 +71,7 @@ POOLED = Classification(None, pool="position_0", name="pooled")
 
 # Devlin et al. 2018, arXiv:1810.04805, section 3, under both of its heads
 bert_base = ModelConfig(
-    30522, 12, 768, 12, context_length=512, feedforward="gelu", norm_eps=1e-12, norm_placement="post", masks=(full(),),
+    30522, 12, 768, 12, context_length=512, feedforward="gelu", norm_eps=1e-12, block=post_norm, masks=(full(),),
     embedding=Embedding(norm=True, token_types=2), heads=(MASKED_LM, NEXT_SENTENCE), dropout_rate=0.1,
     attention_dropout_rate=0.1,
 )  # fmt: skip
@@ -93,7 +94,7 @@ def transformer_2017(d_model: int, d_ff: int, num_heads: int, vocab_size: int = 
     The paper's parameter counts ("65M", "213M") do not follow from its vocabulary; these are those of the architecture.
     """
     stack = ModelConfig(
-        vocab_size, 6, d_model, num_heads, context_length=512, d_ff=d_ff, feedforward="relu", norm_placement="post",
+        vocab_size, 6, d_model, num_heads, context_length=512, d_ff=d_ff, feedforward="relu", block=post_norm,
         positions=Sinusoidal(), embedding=Embedding(scale=d_model**0.5), dropout_rate=dropout,
     )  # fmt: skip
     return EncoderDecoder(replace(stack, masks=(full(),), heads=()), stack)

@@ -1,7 +1,5 @@
 """Embed, run the layers, read the heads. `functools.partial(models.apply, config)` is an ordinary f(params, tokens)."""
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -9,21 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from flax.traverse_util import unflatten_dict
 from jaxtyping import Bool, Int
 
 from jaxformer import masks, ops, params
 from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask
 from jaxformer.masks.rules import lookup
-from jaxformer.models import block as blocks, embedding, heads
-from jaxformer.models.config import ModelConfig, Patches
+from jaxformer.models import embedding, heads
+from jaxformer.models.config import Embedding, ModelConfig
 from jaxformer.models.intermediates import tap
-from jaxformer.models.layer import Context, Layers, Source
+from jaxformer.models.layer import Block, Context, Layers, Source
 from jaxformer.models.mup import MuP
-from jaxformer.models.stacks import scan
+from jaxformer.models.stacks import layout, scan
 from jaxformer.ops.positions import rotation_until, within_segments
-from jaxformer.params import Spec, Tree, paths
+from jaxformer.params import Tree
 from jaxformer.sharding import activation_specs, auto_axes
 
 
@@ -71,46 +68,30 @@ class Output:
     cache: Any = None
     intermediates: Any = None  # {name: value} of `Inputs.intermediates`; [L, ...] for a name with *
     heads: Any = None  # output of every head, by name
-    loss: Any = None  # auxiliary loss of the feed-forwards (routing), the mean over the layers
-    stats: Any = None  # what feed-forwards report, [L, ...]
+    loss: Any = None  # auxiliary loss of the feed-forwards (routing), the mean over the layers that have one
+    stats: Any = None  # what feed-forwards report, [L, ...], of the layers that report it
+    updates: Any = None  # new values of parameters that are declared `Spec(trained=False)`: a part of their tree
     source: Any = None  # of an encoder-decoder: hidden states of the encoder [B, S, D]
 
 
 def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Every parameter of the model, declared once; `source_width`: of a decoder, the width of its encoder."""
-    slots = scan.mixers(config)
-    trees = [paths(blocks.spec(config, slot, source_width)) for slot in slots]
-    owners = _owners(trees)
-    # every leaf [layers that have it, ...]: [L, ...] unless mixers of different kinds take turns
-    count = {path: sum(path in trees[i % len(trees)] for i in range(config.num_layers)) for path in owners}
-    stacked = {path: params.stack(first, count[path], *others) for path, (first, *others) in owners.items()}
-    layers = unflatten_dict(stacked, sep="/")
-    tree = {"embedding": embedding.spec(config), "layers": layers}
-    if config.norm_placement != "post":
-        tree["final_norm"] = embedding.norm_spec(config, config.hidden_width)
-    common = _owners(paths(slot.shared or {}) for slot in slots)
-    shared = unflatten_dict({path: each[0] for path, each in common.items()}, sep="/")
-    parts = {"heads": heads.spec(config), "shared": shared}
-    tree |= {name: part for name, part in parts.items() if part}
+    parts = {
+        "embedding": embedding.spec(config), "layers": layout.spec(config, source_width), "heads": heads.spec(config),
+        "shared": layout.shared_spec(config),
+    }  # fmt: skip
+    table = getattr(parts["embedding"].get("tokens"), "shape", None)
+    wanted = config.vocab_size, config.hidden_width
+    if config.tie_embeddings and table != wanted and heads.language_model(config):
+        raise ConfigError(
+            f"model.tie_embeddings=True: the head reads by a table `tokens` {wanted} of the embedding, which has {table}; "
+            "set it to False, or give the embedding such a table"
+        )
+    own = layout.kinds(config, source_width)[0].block.stack_spec or {}
+    if both := sorted(own.keys() & parts.keys()):
+        raise ConfigError(f"model.block: its parameter {both[0]!r} has the name of a part of the model; give it another name")
+    tree = {name: part for name, part in (parts | own).items() if part}
     return config.init_std.spec(tree, config.d_model) if isinstance(config.init_std, MuP) else tree
-
-
-def _owners(trees: Iterable[dict[str, Spec]]) -> dict[str, list[Spec]]:
-    """The specs that each path has in different mixers. ConfigError where they are no rows of one parameter."""
-    owners: dict[str, list[Spec]] = {}
-
-    def traits(leaf):
-        return (leaf.shape, leaf.axes, leaf.contracts, leaf.rate)
-
-    for path, leaf in itertools.chain.from_iterable(tree.items() for tree in trees):
-        owners.setdefault(path, []).append(leaf)
-        if traits(leaf) != traits(first := owners[path][0]):
-            what = f"(shape, axes, contracts, rate) {traits(first)} in one layer, {traits(leaf)} in another"
-            raise ConfigError(f"model.mixer: {path}: {what}; give one of them another name")
-    for path in owners:
-        if inner := next((other for other in owners if other.startswith(f"{path}/")), None):
-            raise ConfigError(f"model.mixer: {path} in one layer, {inner} in another; give one of them another name")
-    return owners
 
 
 def check_params(declared: Tree, tree: Tree) -> None:
@@ -124,8 +105,8 @@ def check_params(declared: Tree, tree: Tree) -> None:
 def check_inputs(config: ModelConfig, inputs: Inputs) -> None:
     """ConfigError for tokens that are not integers `[B, T]`, and for other inputs that do not fit them."""
     tokens = inputs.tokens
-    images = isinstance(config.embedding, Patches)
-    if not images and (tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer)):
+    reads_tokens = isinstance(config.embedding, Embedding)
+    if reads_tokens and (tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer)):
         raise ConfigError(f"apply: tokens {tokens.dtype}{list(tokens.shape)}: expected integers [B, T]")
     if inputs.source is not None:
         raise ConfigError("apply: only an encoder-decoder has a `source`")
@@ -161,40 +142,48 @@ def output_axes(path: str, leaf) -> tuple[str | None, ...]:
 in_explicit_axes = auto_axes(activation_specs(output_axes))  # of f(...) -> Output: it also runs under Explicit mesh axes
 
 
-def read(config: ModelConfig, params: Tree, output: Output, real=None) -> Output:
-    """The output of `encode`, with what the heads of the config make of its hidden states."""
+def read(config: ModelConfig, params: Tree, output: Output, real=None, inputs: Tree = None) -> Output:
+    """The output of `encode`, with what the heads of the config make of its hidden states and of `Inputs.inputs`."""
     trees, found = params.get("heads", {}), {}
     check_params({"heads": heads.spec(config)}, {"heads": trees})
     for name, head in heads.heads(config, params["embedding"].get("tokens")).items():
         with jax.named_scope("head"):
-            found[name] = head.apply(trees.get(name, {}), output.hidden, real)
+            found[name] = heads.run(head, trees.get(name, {}), output.hidden, real, inputs)
     return replace(output, logits=next(iter(found.values()), None), heads=found)
 
 
 def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
     """The embedding and the stack. Raises ConfigError for parameters and inputs that do not fit the config."""
     check_inputs(config, inputs)
-    declared = spec(config, None if inputs.encoded is None else inputs.encoded.hidden.shape[-1])
+    source_width = None if inputs.encoded is None else inputs.encoded.hidden.shape[-1]
+    declared = spec(config, source_width)
     check_params({name: part for name, part in declared.items() if name != "heads"}, params)
     context, layer_masks, cache = locate(config, params, inputs)
     embedding_key, layers_key = (None, None) if inputs.dropout_key is None else jax.random.split(inputs.dropout_key)
     masked = inputs.inputs.get("masked") if isinstance(inputs.inputs, dict) else None
     with jax.named_scope("embedding"):
         table, types = params["embedding"], inputs.token_types
-        x = embedding.embed(config, table, inputs.tokens, context.positions, types, inputs.dtype, masked)
+        x = embedding.embed(config, table, inputs.tokens, context.positions, types, inputs.dtype, masked, inputs.inputs)
         x = context.tap("embedding", ops.dropout(x, config.dropout_rate, embedding_key))
     layers = Layers(params["layers"], layer_masks, None if inputs.cache is None else inputs.cache.layers, inputs.constants)
+    block = layout.kinds(config, source_width)[0].block
+    x = block.begin(of_block(block, params), x, context)
     x, found = (config.stack or scan.stack)(config, layers, x, replace(context, dropout_key=layers_key))
-    if config.norm_placement != "post":
-        with jax.named_scope("final_norm"):
-            x = embedding.norm(config, params["final_norm"], x)
+    with jax.named_scope("final_norm"):
+        x = block.end(of_block(block, params), x, context)
     if cache is not None:
         x = jnp.where(does_not_fit(config, cache)[:, None, None], jnp.nan, x)
         cache = replace(cache, layers=found.state)
     return Output(
         None, x, cache, context.tap.results(found.intermediates, config.num_layers) or None,
         loss=None if found.loss is None else jnp.mean(found.loss), stats=found.stats,
+        updates=None if found.updates is None else {"layers": found.updates},
     )  # fmt: skip
+
+
+def of_block(block: Block, params: Tree) -> Tree:
+    """The parameters of `Block.stack_spec`, with {} for a norm that has none."""
+    return {name: params.get(name, {}) for name in block.stack_spec or {}}
 
 
 def does_not_fit(config: ModelConfig, cache: Any) -> Bool[jax.Array, " B"]:

@@ -12,17 +12,21 @@ from jaxformer.sharding import platform
 
 
 def layer_norm(
-    x: Float[Array, "*rest D"], scale: Float[Array, " D"], bias: Float[Array, " D"] | None = None, eps: float = 1e-5
+    x: Float[Array, "*rest D"], scale: Float[Array, " D"] | None, bias: Float[Array, " D"] | None = None, eps: float = 1e-5
 ) -> Float[Array, "*rest D"]:
     """(x - mean) / sqrt(var + eps) * scale + bias, with the biased variance. Ba et al. 2016, arXiv:1607.06450, eq. 4.
 
-    Statistics are float32 or wider. The one-pass variance E[x^2] - E[x]^2 would lose all digits where the mean is large.
+    Without a scale it is 1. Statistics are float32 or wider: the one-pass variance E[x^2] - E[x]^2 would lose all digits
+    where the mean is large.
     """
     return _computed_again(_layer_norm)(x, scale, bias, eps)
 
 
-def rms_norm(x: Float[Array, "*rest D"], scale: Float[Array, " D"], eps: float = 1e-6) -> Float[Array, "*rest D"]:
-    """x / sqrt(mean(x^2) + eps) * scale. Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Statistics in float32."""
+def rms_norm(x: Float[Array, "*rest D"], scale: Float[Array, " D"] | None, eps: float = 1e-6) -> Float[Array, "*rest D"]:
+    """x / sqrt(mean(x^2) + eps) * scale. Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Statistics in float32.
+
+    Without a scale it is 1.
+    """
     return _computed_again(_rms_norm)(x, scale, eps)
 
 
@@ -31,7 +35,8 @@ def _layer_norm(x, scale, bias, eps):
     y = jnp.squeeze(in_float32(x), ones)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
-    y = y * _row(scale, y)
+    if scale is not None:
+        y = y * _row(scale, y)
     if bias is not None:
         y = y + _row(bias, y)
     return jnp.expand_dims(y.astype(x.dtype), ones)
@@ -41,7 +46,9 @@ def _rms_norm(x, scale, eps):
     ones = _unit_axes(x)
     y = jnp.squeeze(in_float32(x), ones)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
-    return jnp.expand_dims((y * _row(scale, y)).astype(x.dtype), ones)
+    if scale is not None:
+        y = y * _row(scale, y)
+    return jnp.expand_dims(y.astype(x.dtype), ones)
 
 
 def _computed_again(norm: Callable) -> Callable:

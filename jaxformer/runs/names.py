@@ -14,7 +14,7 @@ from jaxformer.data import augment, corpus, images, labelled, mixing, pairs, sou
 from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.evaluation import generation, perplexity, text_metrics
-from jaxformer.models import adaptation, vision
+from jaxformer.models import adaptation, blocks, norm, vision
 from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import initial
@@ -40,6 +40,7 @@ HUGGING_FACE: Any = Offered("jaxformer.families", {"HuggingFace": "initial"})
 ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
 NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL, "mixer": Offered("jaxformer.zoo", {"Linear": "linear_attention"}),
+    "block": _of(blocks, "pre_norm post_norm sandwich output_norm parallel"), "norm": _of(norm, "Unscaled no_norm"),
     "positions": {"Linear": positions.Linear}, "scaling": {"Linear": positions.Linear},
     "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall") | _of(pairs, "Pairs Packed Buckets")
     | _of(corpus, "Corpus") | _of(mixing, "Mixed") | _of(images, "Digits Images") | _of(labelled, "Labelled"),

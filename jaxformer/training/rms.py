@@ -29,19 +29,18 @@ def root_mean_square(x: Array) -> Array:
 def by_layer(kind: str, spec: Tree, tree: Tree) -> dict[str, Array]:
     """The root mean square of each part of a tree that `spec` declares: `[L]` of the layers, a number of any other part.
 
-    Parameters that only some of the layers have are a part of their own, named by their number.
+    Layers that are stored by their place in a pattern (`models.stacks.layout`) are a part for each place: layers_place_0.
     """
-    sums: dict[tuple[str, int], tuple[Any, int]] = {}
+    sums: dict[str, tuple[Any, int]] = {}
     leaves = paths(tree)
     for path, leaf in paths(spec).items():
         rows = leaf.shape[0] if leaf.axes[:1] == ("layers",) else 0
-        key = re.sub(r"^(encoder/|decoder/|)([^/]+).*", rf"\1rms/{kind}/\2", path), rows
+        of_place = re.sub(r"(^|/)layers/(\d+)/", r"\1layers_place_\2/", path)
+        key = re.sub(r"^(encoder/|decoder/|)([^/]+).*", rf"\1rms/{kind}/\2", of_place)
         x = jnp.square(leaves[path].astype(jnp.float32))
         total, size = sums.get(key, (0.0, 0))
         sums[key] = total + jnp.sum(x, axis=tuple(range(rows > 0, x.ndim))), size + x.size // max(rows, 1)
-    most = {name: max(rows for other, rows in sums if other == name) for name, _ in sums}
-    means = {name + ("" if rows == most[name] else f"_of_{rows}"): total / size for (name, rows), (total, size) in sums.items()}
-    return {name: jnp.sqrt(mean) for name, mean in means.items()}
+    return {name: jnp.sqrt(total / size) for name, (total, size) in sums.items()}
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.errors import ConfigError
-from jaxformer.models import block
+from jaxformer.models.blocks import pre_norm
 from jaxformer.models.config import ModelConfig
-from jaxformer.models.embedding import norm
 from jaxformer.models.layer import Context, LayerOutput, Layers
-from jaxformer.models.stacks import scan
+from jaxformer.models.norm import norm
+from jaxformer.models.stacks import layout, scan
 from jaxformer.models.stacks.scan import Row, combine, partition
+from jaxformer.models.sublayers import DropoutKeys
 from jaxformer.ops.einsum import in_float32
 from jaxformer.params import Tree
 
@@ -36,17 +37,17 @@ class Reversible:
             raise ConfigError(f"Reversible.streams={self.streams}: expected 1, their mean, or 2, both side by side")
 
     def __call__(self, config: ModelConfig, layers: Layers, x, context: Context):
-        if config.norm_placement != "pre":
-            raise ConfigError(f"model.norm_placement={config.norm_placement!r}: reversible layers are pre-norm")
-        slots = scan.pattern(config)
+        if config.block not in (None, pre_norm):
+            raise ConfigError(f"model.block={getattr(config.block, '__name__', config.block)}: reversible layers are pre-norm")
+        kinds = layout.kinds(config)
         unsupported = layers.state is not None or context.tap
-        if unsupported or context.source or slots[0].memo(x) is not None:
+        if unsupported or context.source or kinds[0].mixer.memo(x) is not None:
             raise NotImplementedError("reversible layers: no cache, intermediates, source or memo")
-        rows = Row(jnp.arange(config.num_layers), layers.params, constants=layers.constants)
-        rows = scan.rows_by_slot(config, slots, rows, x.shape[1])
+        rows = scan.rows_of_pattern(config, layers, x.shape[1])
         run = partial(_sublayer, config, x.dtype)
-        f = tuple(partial(run, "attention", slot.apply, i % len(layers.masks)) for i, slot in enumerate(slots))
-        g = (partial(run, "feedforward", block.feed(config).apply, 0),) * len(slots)
+        slots = [(kinds[i % len(kinds)].sublayers, i % len(layers.masks)) for i in range(len(rows))]
+        f = tuple(partial(run, "attention", parts["attention"].apply, mask) for parts, mask in slots)
+        g = tuple(partial(run, "feedforward", parts["feedforward"].apply, mask) for parts, mask in slots)
         stream = in_float32(x)
         y1, y2 = reversible_stack(f, g, rows, stream, stream, context, layers.masks)
         out = (y1 + y2) / 2 if self.streams == 1 else jnp.concatenate([y1, y2], axis=-1)
@@ -56,7 +57,7 @@ class Reversible:
 def _sublayer(config: ModelConfig, dtype, name: str, apply: Callable, i: int, row: Row, x, context: Context, masks):
     """The dropout of f(norm(x)), for f the mixer (under the i-th mask) or the feed-forward of a layer."""
     key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
-    keys = block.DropoutKeys.split(key)
+    keys = DropoutKeys.split(key)
     context = replace(context, mask=masks[i], layer=row.layer, constants=row.constants, dropout_key=getattr(keys, name))
     with jax.named_scope(name):
         y = norm(config, row.params[f"{name}_norm"], x.astype(dtype))

@@ -118,3 +118,35 @@ def test_only_imports_of_experiment_files_are_served():
     """The library's own modules name things where they are."""
     with pytest.raises(ModuleNotFoundError):
         import jaxformer.training.initial  # noqa: F401  # pyrefly: ignore[missing-import]
+
+
+PLACED = """
+from dataclasses import replace
+from jaxformer.data.sources import Text
+from jaxformer.models import ModelConfig
+from jaxformer.training import Experiment
+
+model = replace(ModelConfig(256, 1, 8, 1, context_length=8, norm_placement="post"), num_layers=2)
+experiment = Experiment(name="old", model=model, data=Text("text.txt"))
+"""
+
+
+def test_the_place_of_norms_is_read_as_a_block_and_keeps_its_name(tmp_path, caplog):
+    """A field that another took the place of: in a file, as an option of an older run, and in the description of a run."""
+    (tmp_path / "old.py").write_text(PLACED)
+    (tmp_path / "new.py").write_text(
+        PLACED.replace('norm_placement="post"', "block=post_norm").replace(
+            "from jaxformer.training", "from jaxformer.models.blocks import post_norm\nfrom jaxformer.training"
+        )
+    )
+    with caplog.at_level(logging.WARNING):
+        old, new = (config.load(str(tmp_path / name)) for name in ("old.py", "new.py"))
+    assert "norm_placement='post' is model.block=post_norm now" in caplog.text
+    assert old.model == new.model and config.fingerprint(old) == config.fingerprint(new)
+    described = config.describe(new)["model"]
+    assert described["norm_placement"] == "post" and "block" not in described
+    names = {"block": {"post_norm": new.model.block, "sandwich": None}}
+    found = [config.override(old, [option], names) for option in ("--model.norm-placement=post", "--model.block=post_norm")]
+    assert found[0].model == found[1].model == new.model
+    with pytest.raises(ConfigError, match="norm_placement='Post': expected one of pre, post, sandwich"):
+        type(new.model)(256, 1, 8, 1, context_length=8, norm_placement="Post")

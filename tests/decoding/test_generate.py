@@ -15,7 +15,17 @@ from jaxformer import decoding, masks, models, params
 from jaxformer.decoding import Sampling, filters
 from jaxformer.decoding.generate import bucket
 from jaxformer.errors import ConfigError
-from jaxformer.models import Classification, EncoderDecoder, LanguageModel, Learned, Mixture, ModelConfig, Relative, Sinusoidal
+from jaxformer.models import (
+    Classification,
+    EncoderDecoder,
+    LanguageModel,
+    Learned,
+    Mixture,
+    ModelConfig,
+    Relative,
+    Sinusoidal,
+    blocks,
+)
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
 
 V = 19
@@ -33,7 +43,7 @@ FAMILIES = {
         tie_embeddings=False,
         num_kv_heads=2,
     ),
-    "vaswani": replace(GPT, norm_placement="post", positions=Sinusoidal(), feedforward="relu"),
+    "vaswani": replace(GPT, block=blocks.post_norm, positions=Sinusoidal(), feedforward="relu"),
 }
 
 

@@ -19,7 +19,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.families import Checkpoint, Tokens, folder as hf_folder
 from jaxformer.families.llama import left_window
 from jaxformer.masks import Mask, causal, chunked, full, window
-from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification
+from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification, blocks
 from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN
 from jaxformer.params import paths
 from jaxformer.zoo.local_chunks import LocalChunks
@@ -200,9 +200,9 @@ def test_what_no_family_says_is_not_written(tmp_path):
         assert not (tmp_path / "none").exists() and "\n" not in str(caught.value)
         return str(caught.value)
 
-    sandwich = replace(config, norm_placement="sandwich")
+    sandwich = replace(config, block=blocks.sandwich)
     assert "no family" in refusal(sandwich)
-    assert "norm_placement" in refusal(sandwich, model_type="llama") or "no place" in refusal(sandwich, model_type="llama")
+    assert "block" in refusal(sandwich, model_type="llama") or "no place" in refusal(sandwich, model_type="llama")
     assert "attention_softcap" in refusal(replace(config, attention_softcap=30.0), model_type="llama")
     assert "positions" in refusal(replace(config, positions=Rope(100.0, layout="interleaved")), model_type="llama")
     assert "positions" in refusal(replace(config, positions=Rope(100.0, fraction=1 / 3)), model_type="llama")

@@ -35,6 +35,7 @@ from jaxformer.models import (
     ModelConfig,
     Relative,
     Sinusoidal,
+    blocks,
 )
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.positions import Rope
@@ -78,8 +79,7 @@ def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelCon
         replace(config, norm={"layer_norm": "rms_norm", "rms_norm": "layer_norm"}[config.norm]),
     )
     if config.stack is None:
-        placements = {"pre": "post", "post": "pre"}
-        yield "norms in another place", replace(config, norm_placement=placements[config.norm_placement])
+        yield "norms in another place", replace(config, block=None if config.block else blocks.post_norm)
     if config.mixer is None or isinstance(config.mixer, tuple):
         scale = 1.0 if config.attention_scale is None else None
         if config.mixer is None:

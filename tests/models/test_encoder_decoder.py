@@ -10,16 +10,16 @@ import pytest
 
 from jaxformer import decoding, masks, models, params
 from jaxformer.errors import ConfigError
-from jaxformer.models import Embedding, EncoderDecoder, LanguageModel, ModelConfig, Relative, Sinusoidal
+from jaxformer.models import Embedding, EncoderDecoder, LanguageModel, ModelConfig, Relative, Sinusoidal, blocks
 
 V, B, S, T = 19, 2, 6, 5
 
 STACK = ModelConfig(
-    vocab_size=V, num_layers=2, d_model=16, num_heads=2, context_length=16, d_ff=24, init_std=0.3, norm_placement="post",
+    vocab_size=V, num_layers=2, d_model=16, num_heads=2, context_length=16, d_ff=24, init_std=0.3, block=blocks.post_norm,
     positions=Sinusoidal(), embedding=Embedding(scale=4.0),
 )  # fmt: skip
 T5 = replace(
-    STACK, norm="rms_norm", norm_placement="pre", feedforward="geglu", use_bias=False, attention_scale=1.0, head_width=6,
+    STACK, norm="rms_norm", block=None, feedforward="geglu", use_bias=False, attention_scale=1.0, head_width=6,
     embedding=Embedding(),
 )  # fmt: skip
 FAMILIES = {
@@ -33,7 +33,7 @@ FAMILIES = {
         ModelConfig(13, 1, 12, 3, 16, init_std=0.3, masks=(masks.full(),), heads=(), embedding=Embedding(norm=True)),
         ModelConfig(
             V, 2, 16, 4, 16, num_kv_heads=2, init_std=0.3, masks=(masks.causal(), masks.causal() & masks.window(2)),
-            heads=(LanguageModel(bias=True),), tie_embeddings=False, norm_placement="sandwich",
+            heads=(LanguageModel(bias=True),), tie_embeddings=False, block=blocks.sandwich,
         ),
         share_embeddings=False,
     ),

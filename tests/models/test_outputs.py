@@ -11,12 +11,12 @@ import pytest
 
 from jaxformer import decoding, masks, models, params
 from jaxformer.errors import ConfigError
-from jaxformer.models import EncoderDecoder, ModelConfig, Relative, Sinusoidal
-from jaxformer.models.block import block
-from jaxformer.models.embedding import embed, norm
+from jaxformer.models import EncoderDecoder, ModelConfig, Relative, Sinusoidal, blocks, sublayers
+from jaxformer.models.embedding import embed
 from jaxformer.models.intermediates import tap
 from jaxformer.models.layer import Context, Source
-from jaxformer.models.stacks import scan
+from jaxformer.models.norm import norm
+from jaxformer.models.stacks import layout
 from jaxformer.ops.positions import Rope
 from jaxformer.zoo.linear_attention import Linear
 
@@ -28,7 +28,7 @@ STACKS = {
     "one kind": BASE,
     "masks in turn, and a rest": replace(BASE, num_layers=5, masks=LOCAL, remat="full"),
     "unrolled": replace(BASE, masks=LOCAL, unroll=4),
-    "post-norm": replace(BASE, norm_placement="post", positions=Sinusoidal()),
+    "post-norm": replace(BASE, block=blocks.post_norm, positions=Sinusoidal()),
     "different kinds": replace(BASE, mixer=(None, Linear())),
 }
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, T)), jnp.int32)
@@ -53,14 +53,14 @@ def looped(config, parameters, tokens, source=None):
     """The intermediates of one layer after the other, each name a list; and the last hidden states."""
     length = tokens.shape[1]
     x = embed(config, parameters["embedding"], tokens, jnp.arange(length)[None])
-    found, slots = {"embedding": [x]}, scan.mixers(config)
+    found, slots = {"embedding": [x]}, layout.kinds(config, None if source is None else source.shape[-1])
     for i in range(config.num_layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], parameters["layers"])
         context = Context(config.masks[i % len(config.masks)], jnp.arange(length)[None], shared=parameters.get("shared"))
         encoded = None if source is None else Source(source, masks.full())
         names = ("layers/*/residual", *(ATTENTION if config.mixer is None else ()))
         context = context.replace(layer=i, source=encoded, tap=tap(names, None).in_layer(i))
-        output = block(config, slots[i % len(slots)], layer, x, context)
+        output = sublayers.run(config, slots[i % len(slots)], layer, x, context)
         x = output.hidden
         for (_, name), value in output.intermediates.items():
             found.setdefault(name, []).append(value)
@@ -81,7 +81,7 @@ def test_hidden_states_of_every_layer(name):
     assert out.intermediates["layers/*/residual"].shape == (config.num_layers, B, T, 12)
     close(out.intermediates["layers/*/residual"], np.stack(expected["layers/*/residual"]))
     close(out.intermediates["embedding"], expected["embedding"][0])
-    close(out.hidden, last if config.norm_placement == "post" else norm(config, parameters["final_norm"], last))
+    close(out.hidden, last if config.block is blocks.post_norm else norm(config, parameters["final_norm"], last))
     plain = apply(config, parameters, TOKENS)
     assert plain.intermediates is None
     close(out.logits, plain.logits)

@@ -29,6 +29,7 @@ from jaxformer.models import (
     Patches,
     Relative,
     adaptation,
+    blocks,
     vision,
 )
 from jaxformer.models.mixers import attention
@@ -41,7 +42,7 @@ ENCODER = replace(MODEL, heads=(), masks=(masks.full(),))
 CONFIGS = {
     "gpt2": MODEL,
     "bert": replace(
-        MODEL, embedding=Embedding(norm=True, token_types=2), masks=(masks.full(),), norm_placement="post",
+        MODEL, embedding=Embedding(norm=True, token_types=2), masks=(masks.full(),), block=blocks.post_norm,
         heads=(LanguageModel("gelu", bias=True), Classification(3)),
     ),
     "t5": replace(MODEL, positions=Relative(4, 6, False), feedforward="swiglu", use_bias=False, norm="rms_norm"),
@@ -184,7 +185,7 @@ def test_rows_of_a_source_and_of_a_cache():
         (dict(masks=(masks.causal() & masks.segments(jnp.ones((2, 5), jnp.int32)),)), "holds arrays"),
         (dict(masks=(masks.causal().at(3),)), "holds arrays or an offset"),
         (dict(norm="layernorm"), "model.norm='layernorm': expected one of layer_norm, rms_norm"),
-        (dict(norm_placement="Post"), "model.norm_placement='Post': expected one of pre, post, sandwich"),
+        (dict(block="post"), "model.block='post': expected a function such as blocks.post_norm, or None"),
         (dict(remat="all"), "model.remat='all': expected one of none, dots, attention, full"),
         (dict(feedforward="gelu2"), "model.feedforward='gelu2': expected one of relu"),
         (

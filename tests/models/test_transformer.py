@@ -13,7 +13,7 @@ import pytest
 
 from jaxformer import masks, models, params
 from jaxformer.errors import ConfigError
-from jaxformer.models import Embedding, ModelConfig, Sinusoidal
+from jaxformer.models import Embedding, ModelConfig, Sinusoidal, blocks
 from jaxformer.models.layer import Mixer
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
@@ -33,9 +33,9 @@ FAMILIES = {
         tie_embeddings=False,
         num_kv_heads=1,
     ),
-    "post_norm": replace(GPT, norm_placement="post", positions=Sinusoidal(), feedforward="relu"),
+    "post_norm": replace(GPT, block=blocks.post_norm, positions=Sinusoidal(), feedforward="relu"),
     "sandwich": replace(
-        GPT, norm_placement="sandwich", attention_softcap=5.0, logit_softcap=7.0, embedding=Embedding(scale=24**0.5)
+        GPT, block=blocks.sandwich, attention_softcap=5.0, logit_softcap=7.0, embedding=Embedding(scale=24**0.5)
     ),
     "wide_heads": replace(GPT, head_width=10, d_ff=17, positions=Rope(fraction=0.4, layout="interleaved"), num_kv_heads=3),
 }

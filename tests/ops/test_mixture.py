@@ -12,7 +12,7 @@ import pytest
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
-from jaxformer.models import block
+from jaxformer.models import feedforward
 from jaxformer.models.layer import Context
 from jaxformer.models.mixture import Mixture
 from jaxformer.ops.grouped_product import _each_block, _product_of_copies, _ragged, _sum_blocks, _sum_on_tpu
@@ -402,7 +402,7 @@ def test_one_expert_a_token_counts_whole():
     one = replace(config, feedforward="swiglu")
     for t, expert in enumerate(jnp.argmax(x[0] @ layer["router"]["kernel"], axis=-1).tolist()):
         matrices = {name: {"kernel": layer[name]["kernel"][expert]} for name in ("gate", "up", "down")}
-        expected = block.feedforward(one.feedforward, matrices, x[:, t : t + 1])
+        expected = feedforward.feedforward(one.feedforward, matrices, x[:, t : t + 1])
         np.testing.assert_allclose(ours[:, t : t + 1], expected, rtol=2e-5, atol=1e-6)  # float32 sums
 
 

@@ -20,6 +20,7 @@ from jaxformer.models import (
     Patches,
     Relative,
     Sinusoidal,
+    blocks,
 )
 from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.parallel import AXES, Mesh, block_if_simulated, make_mesh
@@ -28,15 +29,15 @@ from jaxformer.sharding import batch_sharding, shardings
 B, T, V = 16, 16, 64
 DECODER = ModelConfig(V, 4, 32, 8, T, num_kv_heads=4, feedforward="swiglu", norm="rms_norm", init_std=0.2)
 ENCODER = replace(
-    DECODER, num_kv_heads=None, masks=(masks.full(),), norm="layer_norm", norm_placement="post", feedforward="gelu",
+    DECODER, num_kv_heads=None, masks=(masks.full(),), norm="layer_norm", block=blocks.post_norm, feedforward="gelu",
     embedding=Embedding(token_types=2, norm=True), heads=(LanguageModel(transform="gelu"),),
 )  # fmt: skip
 PAIR = EncoderDecoder(
-    replace(ENCODER, positions=Relative(8, 16), norm_placement="pre", embedding=Embedding(), heads=()),
+    replace(ENCODER, positions=Relative(8, 16), block=None, embedding=Embedding(), heads=()),
     replace(DECODER, positions=Relative(8, 16, False), num_kv_heads=None),
 )
 VIT = replace(
-    ENCODER, embedding=Patches((8, 8), (2, 2), class_token=False), norm_placement="pre", positions=Sinusoidal(),
+    ENCODER, embedding=Patches((8, 8), (2, 2), class_token=False), block=None, positions=Sinusoidal(),
     heads=(Classification(classes=8),),
 )  # fmt: skip
 EXPERTS = replace(DECODER, feedforward=Mixture(experts=8, balance_loss=0.01, router_z_loss=0.001))

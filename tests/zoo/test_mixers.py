@@ -12,9 +12,9 @@ import pytest
 from jaxformer import config as C, decoding, masks, models, ops, params, zoo
 from jaxformer.decoding import Sampling
 from jaxformer.errors import ConfigError
-from jaxformer.models import ModelConfig, mixers
+from jaxformer.models import ModelConfig, blocks, mixers
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear
-from jaxformer.models.stacks import scan
+from jaxformer.models.stacks import layout
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
 from jaxformer.runs.names import MODEL, NAMES
@@ -99,7 +99,7 @@ def test_gradients_and_16_bits(name):
     p = {"attention": jax.tree.map(lambda a: np.asarray(a)[0], parameters(config)["layers"]["attention"])}
     p |= {"shared": parameters(config).get("shared")}
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, T, 8)), jnp.float32)
-    mixer = scan.mixers(config)[0]
+    mixer = layout.kinds(config)[0].mixer
     constants = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)[0]), mixer.constants(T))
 
     def loss(p, x):
@@ -265,7 +265,7 @@ def test_reformer_of_one_chunk_is_attention_to_unit_keys():
 
     @jit
     def both(p, x):
-        mixer = scan.mixers(config)[0]
+        mixer = layout.kinds(config)[0].mixer
         constants = jax.tree.map(lambda a: a[0], mixer.constants(T))
         out = mixer.apply(p, x, Context(masks.causal(), jnp.arange(T)[None], constants=constants)).out
         query, value = (linear("btd,dnh->btnh", x, p[name]) for name in ("query", "value"))
@@ -314,7 +314,7 @@ def test_local_chunks_are_a_circle(length, before, after, multiple):
 @pytest.mark.parametrize("name", ["bigbird", "performer", "reformer_full"])
 def test_constants_are_drawn_by_layer_and_can_be_replaced(name):
     config = SYSTEMS[name]
-    constants = lambda config: jax.tree.map(np.asarray, scan.mixers(config)[0].constants(T))
+    constants = lambda config: jax.tree.map(np.asarray, layout.kinds(config)[0].mixer.constants(T))
     drawn, logits = constants(config), run(config, parameters(config))
     assert all(leaf.shape[0] == L and (leaf[0] != leaf[1]).any() for leaf in jax.tree.leaves(drawn))
     close(run(config, parameters(config), constants=drawn), logits)
@@ -326,16 +326,16 @@ def test_constants_are_drawn_by_layer_and_can_be_replaced(name):
 
 def test_bigbird_layouts():
     config = replace(BASE, mixer=zoo.BigBird(1, 1, "seeded"))
-    layouts = scan.mixers(config)[0].constants(T)
+    layouts = layout.kinds(config)[0].mixer.constants(T)
     for layer in range(L):
         np.testing.assert_array_equal(layouts[layer], zoo.bigbird.seeded_layout(T, 1, 1, 2, layer, max_length=T))
-    zero = scan.mixers(replace(BASE, mixer=zoo.BigBird(2, 3, "zero")))[0].constants(T)
+    zero = layout.kinds(replace(BASE, mixer=zoo.BigBird(2, 3, "zero")))[0].mixer.constants(T)
     assert zero.shape == (L, 2, 6, 3) and not zero.any()
 
 
 @pytest.mark.parametrize("name", ["performer", "reformer"])
 def test_what_is_drawn_does_not_depend_on_the_length_of_a_batch(name):
-    constants = scan.mixers(SYSTEMS[name])[0].constants
+    constants = layout.kinds(SYSTEMS[name])[0].mixer.constants
     np.testing.assert_array_equal(constants(T), constants(2 * T))
 
 
@@ -485,8 +485,8 @@ def test_reversible_layers_take_a_reformer_and_refuse_by_name():
     config = replace(SYSTEMS["reformer"], stack=zoo.Reversible())
     encode = partial(models.encode, config, dropout_key=jax.random.key(0))
     assert jax.eval_shape(encode, parameters(config), TOKENS).hidden.shape == (2, T, 8)
-    with pytest.raises(ConfigError, match="norm_placement='post'"):
-        post = replace(config, norm_placement="post")
+    with pytest.raises(ConfigError, match="block=post_norm"):
+        post = replace(config, block=blocks.post_norm)
         models.encode(post, parameters(post), TOKENS)
     with pytest.raises(NotImplementedError, match="intermediates"):
         models.encode(config, parameters(config), TOKENS, intermediates=("layers/*/attention/weights",))

@@ -14,7 +14,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.models.layer import Context
 from jaxformer.models.mixers import attention
-from jaxformer.models.stacks import scan
+from jaxformer.models.stacks import layout
 from jaxformer.ops.positions import Rope
 from tests.witnesses import load, variants_hf, variants_x
 
@@ -142,7 +142,7 @@ def layer_out(config, ours, x, layer=0, memo=None):
     @jit
     def run(ours, x, memo):
         context = Context(masks.causal(), jnp.arange(x.shape[1])[None], layer=layer, memo=memo)
-        mixed = scan.mixers(config)[0].apply(ours, x, context)
+        mixed = layout.kinds(config)[0].mixer.apply(ours, x, context)
         return mixed.out, mixed.memo
 
     return run(jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), ours), jnp.asarray(x, jnp.float64), memo)
@@ -444,7 +444,7 @@ def test_bfloat16_and_attention_maps_in_shape(name):
 def mixed(config, p, x, mask):
     @jit
     def run(p, x):
-        return scan.mixers(config)[0].apply(p, x, Context(mask, jnp.arange(x.shape[1])[None])).out
+        return layout.kinds(config)[0].mixer.apply(p, x, Context(mask, jnp.arange(x.shape[1])[None])).out
 
     return run(*jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (p, x)))
 

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, LayerOutput, Layers
-from jaxformer.models.stacks import scan
+from jaxformer.models.stacks import layout, scan
 from jaxformer.params import Tree
 from jaxformer.sharding import ACTIVATIONS, auto_axis_names
 
@@ -39,13 +39,18 @@ class Pipeline:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.shape.get("stage", 1) == 1:
             return scan.stack(config, layers, x, context)
-        slots, stages = scan.pattern(config), mesh.shape["stage"]
-        if context.tap or layers.state is not None or slots[0].memo(x) is not None:
+        mixers, stages = [kind.mixer for kind in layout.kinds(config)], mesh.shape["stage"]
+        if context.tap or layers.state is not None or mixers[0].memo(x) is not None:
             raise NotImplementedError("a pipeline: no cache, intermediates or memo; mesh.stage=1 has")
-        drawn = [slot.constants(x.shape[1]) for slot in slots] if layers.constants is None else [layers.constants]
-        if not scan.alike(config) and jax.tree.leaves(drawn):
+        drawn = [mixer.constants(x.shape[1]) for mixer in mixers] if layers.constants is None else [layers.constants]
+        different = any(mixer != layout.turns(config.mixer)[0] for mixer in layout.turns(config.mixer))
+        if different and jax.tree.leaves(drawn):
             raise NotImplementedError("a pipeline of different mixers draws no constants; mesh.stage=1 does")
-        parts, period = stages * self.repeats, len(slots)
+        segments = layout.segments(config)
+        if len(segments) > 1:
+            kinds = f"{len(segments)} runs of different layers"
+            raise NotImplementedError(f"a pipeline of {kinds}: stages need a pattern that repeats; mesh.stage=1 has any")
+        parts, period = stages * self.repeats, layout.period(config, segments[0])
         if config.num_layers % (parts * period):
             rule = f"parts of whole patterns of {period} masks and mixers take a multiple of {parts * period}"
             found = f"model.num_layers={config.num_layers}: mesh.stage={stages} x mesh.repeats={self.repeats}"

@@ -1,24 +1,23 @@
-"""The default stack: all layers under one scan. Also what other stacks need: the pattern of mixers, its rows, its state."""
+"""The default stack: all layers under one scan. Also what other stacks need: the rows of layers, and what is recomputed."""
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import unflatten_dict
 
-from jaxformer import masks
 from jaxformer.errors import ConfigError
-from jaxformer.models import block as blocks
+from jaxformer.models import sublayers
 from jaxformer.models.config import ModelConfig
-from jaxformer.models.layer import Context, Layers, Mixer
-from jaxformer.models.mixers.attention import attention
+from jaxformer.models.layer import Context, LayerOutput, Layers
+from jaxformer.models.stacks import layout
+from jaxformer.models.stacks.layout import Segment
+from jaxformer.models.sublayers import Kind
 from jaxformer.ops.einsum import PRODUCT
-from jaxformer.params import Tree, paths
+from jaxformer.params import Tree
 from jaxformer.sharding import is_one_cpu, platform
 
 # Models of more layers are scanned: the time to compile grows with the layers. So are wider models of 32 bits on CPU: each
@@ -36,87 +35,233 @@ class Row(NamedTuple):
     source_heads: Tree = None
 
 
-def mixers(config: ModelConfig) -> tuple[Mixer, ...]:
-    """The mixers of the first layers, after which the pattern of mixers and positions repeats."""
-    kinds = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
-    turns = config.positions if isinstance(config.positions, tuple) else (config.positions,)
+class StackCall(NamedTuple):
+    """One call of a stack: what its layers are, and what they read."""
 
-    def made(i):
-        return (kinds[i % len(kinds)] or attention)(replace(config, positions=turns[i % len(turns)]))
+    config: ModelConfig
+    layers: Layers
+    context: Context
+    pick: Callable | None  # of a layer's parameters and constants makes what the layer reads
+    kinds: tuple[Kind, ...]  # of the first layers, which repeat
+    constants: list[Tree]  # for each kind what its mixer drew for all layers, `[L, ...]`
 
-    return tuple(map(made, range(math.lcm(len(kinds), len(turns)))))
+    def kind(self, i: int) -> Kind:
+        """What layer i is made of."""
+        return self.kinds[i % len(self.kinds)]
 
+    def drawn(self, rows: int | slice) -> Tree:
+        """The constants of a layer, or of the layers of a slice, which are of one kind."""
+        first = rows if isinstance(rows, int) else rows.start
+        return jax.tree.map(lambda leaf: leaf[rows], self.constants[first % len(self.kinds)])
 
-def pattern(config: ModelConfig) -> tuple[Mixer, ...]:
-    """The mixers of the first layers, after which the pattern of mixers, positions and masks repeats."""
-    slots = mixers(config)
-    return slots * (math.lcm(len(config.masks), len(slots)) // len(slots))
-
-
-def alike(config: ModelConfig) -> bool:
-    """Whether all layers have the same mixer, so that they are one stack: of parameters, drawn constants, state."""
-    return not isinstance(config.mixer, tuple) or all(mixer == config.mixer[0] for mixer in config.mixer)
-
-
-def _whole_pattern(config: ModelConfig) -> tuple[Mixer, ...]:
-    """The `pattern`, of which all layers must be a multiple."""
-    slots, L = pattern(config), config.num_layers
-    if L % len(slots):
-        raise ConfigError(f"model.num_layers={L} is no multiple of the pattern of {len(slots)} different layers")
-    return slots
-
-
-def init_state(config: ModelConfig, batch: int, length: int, dtype, ahead: int = 0) -> tuple[Tree, ...]:
-    """The empty state of each layer. A mixer that rolls keeps no more tokens than its mask lets a query see, and `ahead`.
-
-    So many tokens may be taken back. Raises NotImplementedError for a mixer that has no state, or cannot take tokens back.
-    """
-    slots, states = (pattern if alike(config) else _whole_pattern)(config), []
-    kinds = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
-    for i in range(config.num_layers):
-        slot, reach, kind = slots[i % len(slots)], masks.reach(config.masks[i % len(config.masks)]), kinds[i % len(kinds)]
-        name = getattr(kind, "__name__", type(kind).__name__)
-        if slot.state is None:
-            decoders = "mixer=None, Linear and Performer can, under a causal mask"
-            raise NotImplementedError(f"{name} cannot decode: its Mixer has no `state`; {decoders}")
-        keep = length if reach is None or not slot.rolls else min(length, reach + 1 + ahead)
-        states.append(slot.state(batch, keep, dtype))
-        if ahead and not slot.rolls:  # sums of all tokens
-            raise NotImplementedError(f"speculate: {name} cannot take tokens back: its Mixer has rolls=False")
-    return tuple(states)
-
-
-def unstacked(config: ModelConfig, tree: Tree) -> tuple[Tree, ...]:
-    """The parameters `[L, ...]` of all layers as one tree for each layer; a tuple is already that."""
-    if isinstance(tree, tuple):
-        return tree
-    slots, leaves = pattern(config), paths(tree)
-    source_width = config.d_model if "cross_attention" in tree else None  # any: names alone are asked for
-    names = [paths(blocks.spec(config, slot, source_width)).keys() for slot in slots]
-    layers, used = [], dict.fromkeys(leaves, 0)
-    for i in range(config.num_layers):
-        own = [path for path in leaves if path in names[i % len(slots)]]
-        layers.append(unflatten_dict({path: leaves[path][used[path]] for path in own}, sep="/"))
-        used |= {path: used[path] + 1 for path in own}
-    return tuple(layers)
+    def context_of(self, i: int) -> Context:
+        """The context with the mask of layer i."""
+        return replace(self.context, mask=self.layers.masks[i % len(self.layers.masks)])
 
 
 def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callable | None = None):
-    """(x after all layers, `LayerOutput` of them `[L, ...]`): a scan over whole periods of the pattern, then the rest.
+    """(x after all layers, `LayerOutput` of them): a scan over whole periods of the pattern, then the rest.
 
     `unroll=L` or JAX_DISABLE_JIT=1 give the same values. `context.layer` is the number of the first layer. `pick` makes
     of a layer's parameters and constants what the layer reads (`stacks.pipeline`).
     """
-    slots = pattern(config)
-    carry, outputs = (x, slots[0].memo(x)), []
-    for step, rows, scanned in layer_groups(config, layers, slots, x, context, pick):
-        if scanned:
-            carry, output = jax.lax.scan(step, carry, rows, unroll=max(1, layers_a_step(config, x.dtype) // len(slots)))
-            output = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output)
-        else:
-            carry, output = step(carry, rows)
+    source_width = None if context.source is None else context.source.hidden.shape[-1]
+    kinds = layout.kinds(config, source_width)
+    constants = [_constants(kind, layers, x.shape[1]) for kind in kinds]
+    call = StackCall(config, layers, context, pick, kinds, constants)
+    carry = x, first_memo(config, kinds, x)
+    if isinstance(layers.params, tuple) or layers.state is not None:
+        carry, output = run_one_by_one(call, carry)
+        return carry[0], output
+    outputs = []
+    for segment in layout.segments(config, source_width):
+        carry, output = run_segment(call, segment, carry)
         outputs.append(output)
-    return carry[0], outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+    return carry[0], joined(outputs, jnp.concatenate)
+
+
+def first_memo(config: ModelConfig, kinds: Sequence[Kind], x) -> Tree:
+    """What the first layer reads of a layer before it. ConfigError where mixers of other kinds would read it."""
+    mixers = layout.turns(config.mixer)
+    if any(mixer != mixers[0] for mixer in mixers) and any(kind.mixer.memo(x) is not None for kind in kinds):
+        raise ConfigError("model.mixer: a mixer that hands a memo to the next layer is the mixer of all layers")
+    return kinds[0].mixer.memo(x)
+
+
+def _constants(kind: Kind, layers: Layers, length: int) -> Tree:
+    """What the mixer of a layer draws for all layers, `[L, ...]`, or what the caller gave in its place."""
+    drawn = kind.mixer.constants(length)
+    return drawn if drawn is None or layers.constants is None else layers.constants
+
+
+def run_one_by_one(call: StackCall, carry):
+    """Decoding: each layer has weights and a state of its own, which no loop has to cut out of a stack."""
+    config, layers, source = call.config, call.layers, call.context.source
+    heads = None if source is None else source.heads
+    states = layers.state or (None,) * config.num_layers
+    outputs = []
+    for i, params in enumerate(layout.unstacked(config, layers.params)):
+        row = Row(i, params, states[i], call.drawn(i), None if heads is None else heads[i])
+        carry, output = run_layer(call, call.kind(i), call.context_of(i), carry, row)
+        outputs.append(output)
+    stacked = joined([output._replace(state=None) for output in outputs], stack_leaves)
+    states = tuple(output.state for output in outputs)
+    return carry, stacked if states[0] is None else stacked._replace(state=states)
+
+
+def run_segment(call: StackCall, segment: Segment, carry):
+    """The layers of a segment: whole periods of its pattern under a scan, the rest one after another."""
+    config, dtype = call.config, carry[0].dtype
+    period = layout.period(config, segment)
+    together = layers_a_step(config, dtype)
+    scanned = 0 if together >= config.num_layers else segment.count - segment.count % period
+    outputs = []
+    if scanned:
+        functions = [partial(run_row_of_period, call, segment, period, k) for k in range(period)]
+        step = partial(run_period, [remat(config, function, dtype) for function in functions], segment)
+        rows = rows_of_periods(call, segment, period, scanned)
+        carry, output = jax.lax.scan(step, carry, rows, unroll=max(1, together // period))
+        outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output))
+    if scanned < segment.count:
+        each = [remat(config, partial(run_row, call, segment, k), dtype) for k in range(scanned, segment.count)]
+        carry, output = run_in_turn(each, carry, rows_behind(call, segment, scanned))
+        outputs.append(output)
+    return carry, joined(outputs, jnp.concatenate)
+
+
+def run_layer(call: StackCall, kind: Kind, context: Context, carry, row: Row):
+    """One layer: ((x, memo), Row) -> ((x, memo), LayerOutput)."""
+    x, memo = carry
+    params, constants = row.params, row.constants
+    if call.pick is not None:
+        params, constants = call.pick((params, constants))
+    key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
+    source = None if context.source is None else replace(context.source, heads=row.source_heads)
+    context = replace(
+        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, memo=memo, source=source,
+        tap=context.tap.in_layer(row.layer),
+    )  # fmt: skip
+    output = sublayers.run(call.config, kind, params, x, context)
+    return (output.hidden, output.memo), output._replace(hidden=None, memo=None)
+
+
+def run_row(call: StackCall, segment: Segment, k: int, carry, row: Row):
+    """The k-th layer of a segment, on its row."""
+    i = segment.first + k
+    carry, output = run_layer(call, call.kind(i), call.context_of(i), carry, row)
+    place, _ = segment.row(k)
+    return carry, output._replace(updates=layout.placed(output.updates, place))
+
+
+def run_row_of_period(call: StackCall, segment: Segment, period: int, k: int, carry, row: Row):
+    """The k-th layer of a period, on its row of those that its place has in the period.
+
+    The row is taken within what is recomputed: the loop then keeps no copy of the weights for the backward pass.
+    """
+    n = len(segment.places)
+    if period > n:
+        row = row._replace(params=unstack(row.params, period // n)[k // n])
+    return run_row(call, segment, k, carry, row)
+
+
+def run_period(functions: Sequence[Callable], segment: Segment, carry, rows: tuple[list[Tree], list[Row]]):
+    """One step of the scan: the layers of a period."""
+    params, own = rows
+    n = len(segment.places)
+    return run_in_turn(functions, carry, [row._replace(params=params[k % n]) for k, row in enumerate(own)])
+
+
+def rows_of_periods(call: StackCall, segment: Segment, period: int, scanned: int) -> tuple[list[Tree], list[Row]]:
+    """What the first `scanned` layers of a segment read, each leaf [periods, ...]: parameters by place, the rest by layer.
+
+    A place with several layers in a period has a second axis, of these layers: [periods, several, ...].
+    """
+    several = period // len(segment.places)
+    periods = scanned // period
+
+    def cut(leaf):
+        leaf = leaf[: periods * several]
+        return leaf if several == 1 else leaf.reshape(periods, several, *leaf.shape[1:])
+
+    params = [jax.tree.map(cut, layout.place(call.layers.params, name)) for name in segment.places]
+    stop = segment.first + scanned
+    numbers = call.context.layer + jnp.arange(segment.first, stop)
+    firsts = range(segment.first, segment.first + period)
+    return params, [Row(numbers[k::period], None, None, call.drawn(slice(i, stop, period))) for k, i in enumerate(firsts)]
+
+
+def rows_of_pattern(config: ModelConfig, layers: Layers, length: int) -> tuple[Row, ...]:
+    """For each layer of the pattern the rows `[L / period, ...]` of the layers in its place: for a stack of another kind.
+
+    Raises ConfigError for a depth that is no multiple of the pattern, and for one that is not one pattern.
+    """
+    segments = layout.segments(config)
+    period, L = layout.period(config, segments[0]), config.num_layers
+    if len(segments) > 1 or L % period:
+        raise ConfigError(f"model.num_layers={L} is no multiple of the pattern of {period} different layers")
+    kinds, found = layout.kinds(config), []
+    for k in range(period):
+        name, first = segments[0].row(k)
+        several = period // len(segments[0].places)
+        own = jax.tree.map(lambda leaf, first=first: leaf[first::several], layout.place(layers.params, name))  # noqa: B023
+        constants = jax.tree.map(lambda leaf, k=k: leaf[k::period], _constants(kinds[k % len(kinds)], layers, length))
+        found.append(Row(jnp.arange(k, L, period), own, None, constants))
+    return tuple(found)
+
+
+def rows_behind(call: StackCall, segment: Segment, scanned: int) -> list[Row]:
+    """What each layer of a segment reads that comes behind the `scanned` ones."""
+    n = len(segment.places)
+    params: dict[str, list] = {}
+    for j, name in enumerate(segment.places):
+        first = len(range(j, scanned, n))
+        behind = jax.tree.map(lambda leaf, first=first: leaf[first:], layout.place(call.layers.params, name))
+        params[name] = [None] * first + unstack(behind, len(range(j, segment.count, n)) - first)
+    rows = []
+    for k in range(scanned, segment.count):
+        place, number = segment.row(k)
+        i = segment.first + k
+        rows.append(Row(call.context.layer + i, params[place][number], None, call.drawn(i)))
+    return rows
+
+
+def run_in_turn(functions: Sequence[Callable], carry, rows: Sequence[Row]):
+    """Layers one after another, each on its row, and their outputs stacked."""
+    outputs = []
+    for function, row in zip(functions, rows, strict=True):
+        carry, output = function(carry, row)
+        outputs.append(output)
+    return carry, joined(outputs, stack_leaves)
+
+
+def stack_leaves(leaves: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack(leaves)
+
+
+def joined(outputs: Sequence[LayerOutput], combine: Callable) -> LayerOutput:
+    """Outputs of layers as one: each value is `combine(values)` of the layers that report it, in their order.
+
+    Raises ConfigError for intermediates that not every layer computes.
+    """
+    if len({frozenset(output.intermediates) for output in outputs}) > 1:
+        names = ", ".join(sorted({path for output in outputs for _, path in output.intermediates}))
+        raise ConfigError(f"intermediates: {names}: not every layer computes all of these")
+
+    def of(name):
+        return _merged([getattr(output, name) for output in outputs], combine)
+
+    return LayerOutput(loss=of("loss"), stats=of("stats"), intermediates=of("intermediates") or {}, updates=of("updates"))
+
+
+def _merged(trees: Sequence[Tree], combine: Callable) -> Tree:
+    """The trees as one: dictionaries by their keys, which only some of them may have; other trees leaf by leaf."""
+    trees = [tree for tree in trees if tree is not None]
+    if not trees:
+        return None
+    if all(isinstance(tree, Mapping) for tree in trees):
+        names = dict.fromkeys(name for tree in trees for name in tree)
+        return {name: _merged([tree[name] for tree in trees if name in tree], combine) for name in names}
+    return jax.tree.map(lambda *leaves: combine(leaves), *trees)
 
 
 def layers_a_step(config: ModelConfig, dtype) -> int:
@@ -137,110 +282,6 @@ def layers_a_step(config: ModelConfig, dtype) -> int:
 def _log_once(platform: str, layers: int, chosen: int) -> None:
     how = "one after another, without a scan" if chosen >= layers else f"a scan, {chosen} a step"
     logging.getLogger("jaxformer").info("%d layers on %s: %s", layers, platform, how)
-
-
-def layer_groups(config: ModelConfig, layers: Layers, slots, x, context: Context, pick) -> Iterator[tuple]:
-    """Whole periods of the pattern, to be scanned, and what remains behind them: (step, rows, whether rows are scanned).
-
-    `step(carry, rows) -> (carry, LayerOutput of its layers)`; rows that are scanned are `[steps, ...]`.
-    """
-    L, period = config.num_layers, len(slots)
-    contexts = [replace(context, mask=layers.masks[i % len(layers.masks)]) for i in range(period)]
-    functions = [partial(run_layer, config, *slot_context, pick) for slot_context in zip(slots, contexts, strict=True)]
-    each = [remat(config, function, x.dtype) for function in functions]
-    heads = None if context.source is None else context.source.heads
-    if isinstance(layers.params, tuple) or layers.state is not None:
-        turns = [functions[i % period] for i in range(L)]
-        yield partial(run_in_turn, turns), decoding_rows(config, slots, layers, x, heads), False
-        return
-    rows = Row(context.layer + jnp.arange(L), layers.params, None, layers.constants, heads)
-    if not alike(config):
-        if any(slot.memo(x) is not None for slot in slots):
-            raise ConfigError("model.mixer: a mixer that hands a memo to the next layer is the mixer of all layers")
-        yield partial(run_in_turn, each), rows_by_slot(config, slots, rows, x.shape[1]), True
-        return
-    if rows.constants is None:
-        rows = rows._replace(constants=slots[0].constants(x.shape[1]))
-    scanned = 0 if layers_a_step(config, x.dtype) >= L else L - L % period
-    if scanned and period == 1:
-        yield partial(run_in_turn, each), (rows,), True
-    elif scanned:
-        # each layer takes its row within what is recomputed: the loop then keeps no copy of the weights for the backward pass
-        def on_row(function, i, carry, rows):
-            return function(carry, unstack(rows, period)[i])
-
-        takes = [remat(config, partial(on_row, function, i), x.dtype) for i, function in enumerate(functions)]
-
-        def step(carry, rows):
-            return run_in_turn(takes, carry, (rows,) * period)
-
-        def cut(leaf):
-            return leaf[:scanned].reshape(scanned // period, period, *leaf.shape[1:])
-
-        yield step, jax.tree.map(cut, rows), True
-    if scanned < L:
-        remaining = jax.tree.map(lambda leaf: leaf[scanned:], rows)
-        turns = [each[i % period] for i in range(L - scanned)]
-        yield partial(run_in_turn, turns), unstack(remaining, L - scanned), False
-
-
-def run_layer(config: ModelConfig, mixer: Mixer, context: Context, pick, carry, row: Row):
-    """One layer: ((x, memo), Row) -> ((x, memo), LayerOutput)."""
-    x, memo = carry
-    params, constants = (row.params, row.constants) if pick is None else pick((row.params, row.constants))
-    key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
-    source = None if context.source is None else replace(context.source, heads=row.source_heads)
-    context = replace(
-        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, memo=memo, source=source,
-        tap=context.tap.in_layer(row.layer),
-    )  # fmt: skip
-    output = blocks.block(config, mixer, params, x, context)
-    return (output.hidden, output.memo), output._replace(hidden=None, memo=None)
-
-
-def decoding_rows(config: ModelConfig, slots, layers: Layers, x, heads) -> list[Row]:
-    """What each layer reads in decoding: weights and a state of its own, which no loop has to cut out of a stack."""
-    rows, states = [], layers.state or (None,) * config.num_layers
-    for i, (params, state) in enumerate(zip(unstacked(config, layers.params), states, strict=True)):
-        drawn = slots[i % len(slots)].constants(x.shape[1])
-        constants = drawn if layers.constants is None or drawn is None else layers.constants
-        constants = jax.tree.map(lambda leaf, i=i: leaf[i], constants)
-        rows.append(Row(i, params, state, constants, None if heads is None else heads[i]))
-    return rows
-
-
-def run_in_turn(functions, carry, rows):
-    """Layers one after another, each on its row, and their outputs stacked; states as a tuple."""
-    outputs = []
-    for function, row in zip(functions, rows, strict=True):
-        carry, output = function(carry, row)
-        outputs.append(output)
-    if len({frozenset(output.intermediates) for output in outputs}) > 1:
-        names = ", ".join(sorted({path for output in outputs for _, path in output.intermediates}))
-        raise ConfigError(f"intermediates: {names}: not every layer computes all of these")
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(output._replace(state=None) for output in outputs))
-    if outputs[0].state is None:
-        return carry, stacked
-    return carry, stacked._replace(state=tuple(output.state for output in outputs))
-
-
-def rows_by_slot(config: ModelConfig, slots: tuple[Mixer, ...], rows: Row, length: int) -> tuple[Row, ...]:
-    """For each layer of a pattern of different mixers, the rows `[L / slots, ...]` of the layers in its place."""
-    period = len(_whole_pattern(config))
-    source_width = config.d_model if "cross_attention" in rows.params else None  # any: names alone are asked for
-    names = [paths(blocks.spec(config, slot, source_width)).keys() for slot in slots]
-    leaves, found = paths(rows.params), []
-    for i, slot in enumerate(slots):
-        params = {}
-        for path in names[i]:
-            owners = [j for j in range(period) if path in names[j]]
-            params[path] = leaves[path][owners.index(i) :: len(owners)]
-        constants = slot.constants(length)
-        if constants is not None and rows.constants is not None:
-            constants = rows.constants
-        layer, constants, heads = jax.tree.map(lambda leaf, i=i: leaf[i::period], (rows.layer, constants, rows.source_heads))
-        found.append(Row(layer, unflatten_dict(params, sep="/"), None, constants, heads))
-    return tuple(found)
 
 
 def unstack(tree: Tree, length: int) -> list[Tree]:

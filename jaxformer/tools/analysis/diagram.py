@@ -12,10 +12,20 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from jaxformer import masks, models, params
-from jaxformer.models import EncoderDecoder, ModelConfig, block, heads, transformer
-from jaxformer.models.config import Alibi, Axial, Classification, LanguageModel, Learned, Patches, Relative, Sinusoidal
+from jaxformer.models import EncoderDecoder, ModelConfig, blocks, heads, transformer
+from jaxformer.models.config import (
+    Alibi,
+    Axial,
+    Classification,
+    Embedding,
+    LanguageModel,
+    Learned,
+    Patches,
+    Relative,
+    Sinusoidal,
+)
 from jaxformer.models.mixture import Mixture
-from jaxformer.models.stacks import scan
+from jaxformer.models.stacks import layout
 from jaxformer.ops.positions import Rope
 
 FILLS = dict(
@@ -50,11 +60,10 @@ Row = list[Box] | Mark  # boxes side by side
 def rows(config: ModelConfig, source: ModelConfig | None = None, label: str = "tokens") -> Iterator[Row]:
     """One stack from bottom to top. A `source` is the encoder that it reads, a `label` the name of its inputs."""
     width = None if source is None else source.d_model
-    spec, slots, L = transformer.spec(config, width), scan.mixers(config), config.num_layers
+    spec, L = transformer.spec(config, width), config.num_layers
+    layers = layout.kinds(config, width)
     yield from _inputs(config, spec["embedding"], label)
-    turns: list[tuple] = [
-        each if isinstance(each, tuple) else (each,) for each in (config.mixer, config.masks, config.positions)
-    ]
+    turns = [layout.turns(each) for each in (config.mixer, config.masks, config.positions, config.feedforward)]
     kinds: list[Any] = [tuple(each[i % len(each)] for each in turns) for i in range(L)]
     period = next(p for p in range(1, L + 1) if all(kinds[i] == kinds[i % p] for i in range(L)))
     groups = [list(same) for _, same in groupby(range(period), kinds.__getitem__)]
@@ -63,16 +72,18 @@ def rows(config: ModelConfig, source: ModelConfig | None = None, label: str = "t
     for group in groups:
         times = L if len(groups) == 1 else len(group)
         yield Mark("open", f"× {times}" if times > 1 else "")
-        layer = block.spec(config, slots[group[0] % len(slots)], width)
-        yield from _sublayer(config, layer, "attention", *_attention(config, *kinds[group[0]]))
-        if source is not None:
-            yield from _sublayer(config, layer, "cross_attention", "Attention to the encoder", _heads(config))
-        yield from _sublayer(config, layer, "feedforward", *_feedforward(config))
+        layer = layers[group[0] % len(layers)].spec
+        *seen, fed = kinds[group[0]]
+        parts = {"attention": _attention(config, *seen), "cross_attention": ("Attention to the encoder", _heads(config))}
+        if source is None:
+            del parts["cross_attention"]
+        parts["feedforward"] = _feedforward(config, fed)
+        yield from _layer(config, layer, parts)
         yield Mark("close", "" if config.stack is None else _name(config.stack))
     if len(groups) > 1:
         yield Mark("close")
-    if "final_norm" in spec:
-        yield [_norm(config, spec["final_norm"])]
+    for name, tree in (layers[0].block.stack_spec or {}).items():
+        yield [_norm(config, tree) if name == "final_norm" else Box("norm", _name(name), "", params.count(tree))]
     if config.heads:
         yield [_head(config, *each, spec.get("heads", {})) for each in zip(heads.heads(config), config.heads, strict=True)]
 
@@ -86,6 +97,8 @@ def _inputs(config: ModelConfig, tree: dict, label: str) -> Iterator[Row]:
     if isinstance(how, Patches):
         label, shape = f"images of {how.image[0]} × {how.image[1]}", f"{how.channels} × {how.patch[0]} × {how.patch[1]} → {D:,}"
         boxes = [box("Patches", shape + ", class token" * how.class_token, "patches", "class_token", "mask_token")]
+    elif not isinstance(how, Embedding):
+        label, boxes = "inputs", [box(_name(how).capitalize(), f"→ {D:,}", *(name for name in tree if name != "positions"))]
     else:
         boxes = [box("Tokens", f"{config.vocab_size:,} × {D:,}", "tokens")]
         if how.token_types:
@@ -99,14 +112,26 @@ def _inputs(config: ModelConfig, tree: dict, label: str) -> Iterator[Row]:
         yield [_norm(config, tree["norm"])]
 
 
-def _sublayer(config: ModelConfig, layer: dict, name: str, title: str, detail: str, copies: int = 1) -> Iterator[Row]:
-    """Norm, box and sum in the order of `norm_placement`."""
-    norm, box = [_norm(config, layer[f"{name}_norm"])], [Box(name, title, detail, params.count(layer[name]), copies)]
-    if config.norm_placement == "post":
-        yield from (Mark("branch"), box, Mark("add"), norm)
-    else:
-        last = [[_norm(config, layer[f"{name}_out_norm"])]] if config.norm_placement == "sandwich" else []
-        yield from (Mark("branch"), norm, box, *last, Mark("add"))
+def _layer(config: ModelConfig, layer: dict, parts: dict[str, tuple]) -> Iterator[Row]:
+    """The sub-layers of one layer, with norms and sums in the order of its block."""
+    boxes = {}
+    for name, (title, detail, *copies) in parts.items():
+        boxes[name] = Box(name, title, detail, params.count(layer[name]), *copies)
+    if config.block is blocks.parallel:
+        yield from (Mark("branch"), [_norm(config, layer["norm"])], list(boxes.values()), Mark("add"))
+        return
+    drawn = set(parts)
+    for name, box in boxes.items():
+        norms = {key: [_norm(config, layer[key])] for key in (f"{name}_norm", f"{name}_out_norm") if key in layer}
+        drawn |= norms.keys()
+        if config.block is blocks.post_norm:
+            yield from (Mark("branch"), [box], Mark("add"), *norms.values())
+        else:
+            before = [row for key, row in norms.items() if not key.endswith("_out_norm")]
+            behind = [row for key, row in norms.items() if key.endswith("_out_norm")]
+            yield from (Mark("branch"), *before, [box], *behind, Mark("add"))
+    if others := [params.count(tree) for name, tree in layer.items() if name not in drawn]:
+        yield [Box("norm", _name(config.block), "parameters of the block", sum(others))]
 
 
 def _attention(config: ModelConfig, mixer: Any, mask: masks.Mask, positions: Any) -> tuple[str, str]:
@@ -124,8 +149,10 @@ def _heads(config: ModelConfig) -> str:
     return f"{config.num_heads} heads of {config.head_size}{shared}"
 
 
-def _feedforward(config: ModelConfig) -> tuple:
-    how, widths = config.feedforward, lambda F: f"{config.d_model:,} → {F:,} → {config.d_model:,}"
+def _feedforward(config: ModelConfig, how: Any) -> tuple:
+    def widths(F):
+        return f"{config.d_model:,} → {F:,} → {config.d_model:,}"
+
     if isinstance(how, Mixture):
         shared = ", one for all" if how.shared else ""
         detail = f"{how.experts}, {how.top_k} for each token{shared}: {widths(how.d_ff or config.ff_width)}, {how.activation}"
@@ -134,7 +161,8 @@ def _feedforward(config: ModelConfig) -> tuple:
 
 
 def _norm(config: ModelConfig, spec: dict) -> Box:
-    return Box("norm", NORMS[config.norm], parameters=params.count(spec))
+    title = NORMS[config.norm] if isinstance(config.norm, str) else _name(config.norm)
+    return Box("norm", title, parameters=params.count(spec))
 
 
 def _head(config: ModelConfig, name: str, head: Any, spec: dict) -> Box:
@@ -151,7 +179,8 @@ def _head(config: ModelConfig, name: str, head: Any, spec: dict) -> Box:
 
 
 def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__).replace("_", " ")
+    name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+    return name.replace("_", " ")
 
 
 class Pen(NamedTuple):

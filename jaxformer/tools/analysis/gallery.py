@@ -148,8 +148,9 @@ def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
     squares: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
         stack, _, rest = path.partition("layers/")
-        if name := rest.split("/")[0]:
-            name = f"{stack}{name}".replace("/", " ").replace("_", " ")
+        place, _, inside = rest.partition("/") if rest[:1].isdigit() else ("", "", rest)
+        if name := inside.split("/")[0]:
+            name = f"{stack}{name} {place}".strip().replace("/", " ").replace("_", " ")
             squares[name] = squares.get(name, 0.0) + np.square(np.asarray(leaf, np.float64)).reshape(len(leaf), -1).sum(axis=1)
     norms = {name: (range(len(all)), np.sqrt(all)) for name, all in squares.items() if not name.endswith("norm")}
     return lambda: figures.lines(norms, xlabel="layer", ylabel="norm of the gradient", yscale="log")

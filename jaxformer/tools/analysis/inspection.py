@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer import models
+from jaxformer import masks, models
 from jaxformer.errors import ConfigError, check_whole
-from jaxformer.models import embedding, transformer
+from jaxformer.models import transformer
+from jaxformer.models.layer import Context
+from jaxformer.models.stacks import layout
 from jaxformer.tools.analysis import attention_maps, figures, page
 from jaxformer.tools.analysis.attention_maps import WEIGHTS
 
@@ -62,9 +64,10 @@ def _run(config, maps: bool, dtype, params, tokens):
     names = (RESIDUAL, WEIGHTS) if maps else (RESIDUAL,)
     output = models.apply(config, params, tokens, dtype=dtype, intermediates=names)
 
-    def guess(hidden):
-        if config.norm_placement != "post":
-            hidden = embedding.norm(config, params["final_norm"], hidden)
+    block = layout.kinds(config)[0].block
+
+    def guess(stream):
+        hidden = block.end(transformer.of_block(block, params), stream, Context(masks.full(), None))
         return transformer.read(config, params, models.Output(None, hidden)).logits[0].argmax(axis=-1)
 
     weights = output.intermediates[WEIGHTS][:, 0] if maps else None

@@ -12,8 +12,8 @@ from jaxformer import decoding, models, parallel, params, sharding
 from jaxformer.decoding.generate import CHUNK
 from jaxformer.decoding.steps import prepare_params
 from jaxformer.errors import ConfigError, check_whole
-from jaxformer.models import ModelConfig, block, cost
-from jaxformer.models.stacks import scan
+from jaxformer.models import ModelConfig, cost
+from jaxformer.models.stacks import layout
 from jaxformer.ops.attention.cached import widths
 from jaxformer.tools.planning import hlo, roofline, topology
 from jaxformer.tools.planning.compile import compile_step, device_bytes, memory_of, placed
@@ -106,8 +106,8 @@ def plan_decode(
 
 def abstract_arguments(config: ModelConfig, mesh, dtype, rows: int, tokens: int, room: int, used: bool) -> list[Any]:
     """Shapes on a mesh: prepared parameters, a cache that is new or `used`, new tokens, how many of them are text."""
-    layers = [block.spec(config, mixer) for mixer in scan.pattern(config)]
-    spec = models.spec(config) | {"layers": tuple(layers[i % len(layers)] for i in range(config.num_layers))}
+    kinds = [kind.spec for kind in layout.kinds(config)]
+    spec = models.spec(config) | {"layers": tuple(kinds[i % len(kinds)] for i in range(config.num_layers))}
     # one device has its matrices in an order of its own; those that are split have the order of their declaration
     platforms = {mesh.devices.flat[0].platform} if mesh.size == 1 else set()
     weights = jax.eval_shape(lambda: prepare_params(config, models.init(config, jax.random.key(0)), dtype, platforms))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxformer import models, params, sharding, zoo
-from jaxformer.models import ModelConfig
+from jaxformer.models import ModelConfig, blocks
 from jaxformer.models.stacks import scan
 from jaxformer.ops import norms
 from jaxformer.ops.positions import Rope
@@ -39,7 +39,7 @@ def test_layers_of_a_step(monkeypatch, platform, changes, expected):
     assert scan.layers_a_step(config, jnp.dtype("float32")) == expected
 
 
-SANDWICH = replace(CONFIG, norm_placement="sandwich")
+SANDWICH = replace(CONFIG, block=blocks.sandwich)
 QK_NORM = replace(LLAMA, mixer=zoo.qk_norm.qk_norm)
 
 

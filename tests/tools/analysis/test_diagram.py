@@ -6,7 +6,7 @@ import pytest
 
 from jaxformer import models, params
 from jaxformer.masks import causal, window
-from jaxformer.models import EncoderDecoder, ModelConfig
+from jaxformer.models import EncoderDecoder, ModelConfig, blocks
 from jaxformer.tools.analysis import diagram, figures
 from jaxformer.zoo import PRESETS
 from jaxformer.zoo.performer import Performer
@@ -77,7 +77,7 @@ def own(config):
 @pytest.mark.parametrize(
     "config",
     [
-        replace(TINY, norm_placement="sandwich", positions=None),
+        replace(TINY, block=blocks.sandwich, positions=None),
         replace(TINY, masks=(causal(), causal() & window(3), causal(), causal() & window(3)), num_layers=6),
         replace(TINY, masks=(causal(),) * 3 + (causal() & window(3),)),  # six layers are no multiple of four
         replace(TINY, mixer=(own, None), heads=()),

@@ -10,7 +10,7 @@ from jaxformer import models
 from jaxformer.data.tokenizers import Bytes
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
-from jaxformer.models import Classification, ModelConfig
+from jaxformer.models import Classification, ModelConfig, blocks
 from jaxformer.models.mixers.attention import attention
 from jaxformer.tools.analysis import inspection
 from jaxformer.zoo.linear_attention import Linear
@@ -26,7 +26,7 @@ def own(config):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "config", [CONFIG, replace(CONFIG, norm_placement="post"), replace(CONFIG, mixer=Linear()), replace(CONFIG, mixer=own)]
+    "config", [CONFIG, replace(CONFIG, block=blocks.post_norm), replace(CONFIG, mixer=Linear()), replace(CONFIG, mixer=own)]
 )
 def test_a_text_token_by_token(config):
     params = models.init(config, jax.random.key(0))

@@ -1,0 +1,64 @@
+"""The norm of a model: of its sub-layers, of its embedding, and of its last hidden states."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+from jax import Array
+from jax.nn.initializers import ones, zeros
+from jaxtyping import Float
+
+from jaxformer import ops
+from jaxformer.models.config import ModelConfig, check_words
+from jaxformer.params import Spec, Tree
+
+
+class Norm(NamedTuple):
+    """A norm of your own: `ModelConfig.norm` may be any function `(config, width) -> Norm`."""
+
+    spec: Tree  # of `Spec`; {} for a norm without parameters
+    apply: Callable  # (params, x [..., width]) -> [..., width]
+
+
+def norm_spec(config: ModelConfig, width: int | None = None) -> Tree:
+    """The parameters of the config's norm over `width` features, D by default."""
+    width = width or config.d_model
+    if callable(config.norm):
+        return config.norm(config, width).spec
+    tree = {"scale": Spec((width,), ("embed",), ones)}
+    if config.norm == "layer_norm" and config.has_bias("norm"):
+        tree["bias"] = Spec((width,), ("embed",), zeros)
+    return tree
+
+
+def norm(config: ModelConfig, params: Tree, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
+    """The config's norm over the last axis: `ops.layer_norm`, `ops.rms_norm`, or the user's own."""
+    with jax.named_scope("norm"):
+        if callable(config.norm):
+            return config.norm(config, x.shape[-1]).apply(params, x)
+        if config.norm == "layer_norm":
+            return ops.layer_norm(x, params["scale"], params.get("bias"), config.norm_eps)
+        return ops.rms_norm(x, params["scale"], config.norm_eps)
+
+
+@dataclass(frozen=True)
+class Unscaled:
+    """A norm without a learned scale and bias, as in OLMo 1 (Groeneveld et al. 2024, arXiv:2402.00838, section 2.1)."""
+
+    kind: Literal["layer_norm", "rms_norm"] = "layer_norm"
+
+    __post_init__ = check_words
+
+    def __call__(self, config: ModelConfig, width: int) -> Norm:
+        def apply(params: Tree, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
+            if self.kind == "layer_norm":
+                return ops.layer_norm(x, None, None, config.norm_eps)
+            return ops.rms_norm(x, None, config.norm_eps)
+
+        return Norm({}, apply)
+
+
+def no_norm(config: ModelConfig, width: int) -> Norm:
+    """x itself: a model without norms."""
+    return Norm({}, lambda params, x: x)
