@@ -42,8 +42,9 @@ def turns(value: Any) -> tuple:
 
 def layer_config(config: ModelConfig, i: int) -> ModelConfig:
     """The config of layer i by itself: its mixer, its feed-forward and its positions."""
-    parts = {name: turns(getattr(config, name)) for name in ("mixer", "feedforward", "positions")}
-    return replace(config, **{name: each[i % len(each)] for name, each in parts.items()})
+    patterns = {name: getattr(config, name) for name in ("mixer", "feedforward", "positions")}
+    own = {name: each[i % len(each)] for name, each in patterns.items() if isinstance(each, tuple)}
+    return replace(config, **own) if own else config
 
 
 def kinds(config: ModelConfig, source_width: int | None = None) -> tuple[Kind, ...]:

@@ -1,7 +1,7 @@
 """The default stack: all layers under one scan. Also what other stacks need: the rows of layers, and what is recomputed."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -210,18 +210,20 @@ def rows_of_pattern(config: ModelConfig, layers: Layers, length: int) -> tuple[R
 
 
 def rows_behind(call: StackCall, segment: Segment, scanned: int) -> list[Row]:
-    """What each layer of a segment reads that comes behind the `scanned` ones."""
-    n = len(segment.places)
-    params: dict[str, list] = {}
-    for j, name in enumerate(segment.places):
-        first = len(range(j, scanned, n))
-        behind = jax.tree.map(lambda leaf, first=first: leaf[first:], layout.place(call.layers.params, name))
-        params[name] = [None] * first + unstack(behind, len(range(j, segment.count, n)) - first)
+    """What each layer of a segment reads that comes behind the `scanned` ones: whole periods, so whole rows of places."""
+    first = scanned // len(segment.places)
+
+    def rest(name: str) -> Iterator[Tree]:
+        stored = layout.place(call.layers.params, name)
+        behind = jax.tree.map(lambda leaf: leaf[first:], stored)
+        return iter(unstack(behind, len(jax.tree.leaves(stored)[0]) - first))
+
+    params = {name: rest(name) for name in segment.places}
     rows = []
     for k in range(scanned, segment.count):
-        place, number = segment.row(k)
+        place, _ = segment.row(k)
         i = segment.first + k
-        rows.append(Row(call.context.layer + i, params[place][number], None, call.drawn(i)))
+        rows.append(Row(call.context.layer + i, next(params[place]), None, call.drawn(i)))
     return rows
 
 
