@@ -9,7 +9,10 @@ from jaxformer.ops.einsum import in_float32
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
-    """Keeps each entry with probability 1 - rate, divided by it; the identity without a key. Srivastava et al. 2014."""
+    """Keeps each entry with probability 1 - rate, divided by it; the identity without a key.
+
+    Srivastava et al. 2014.
+    """
     if key is None or rate == 0.0:
         return x
     return rescaled(x, jax.random.bernoulli(key, 1.0 - rate, x.shape), rate)
@@ -23,16 +26,17 @@ def rescaled(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> F
     return jnp.where(keep, wide / (1.0 - rate), 0).astype(x.dtype)
 
 
-def kept(
-    seed: UInt32[Array, "2"], rate: float, rows: tuple[int, int], q_positions: Int[Array, "*#rows T"],
-    kv_positions: Int[Array, "*#rows S"], first_row: int = 0,
+def keep_mask(
+    seed: UInt32[Array, "2"], rate: float, batch_heads: tuple[int, int],
+    q_positions: Int[Array, "*#batch T"], kv_positions: Int[Array, "*#batch S"], first_row: int = 0,
 ) -> Bool[Array, "B N T S"]:  # fmt: skip
-    """Which attention weights stay: a hash of (seed, row, head, query position, key position), for `rows` = (B, N).
+    """Which attention weights stay: a hash of (seed, batch row, head, query and key position).
 
-    `first_row` is the place of the first row in its batch. Any block of it can be computed alone. The hash is pcg4d of
-    Jarzynski & Olano 2020 (JCGT 9(3)).
+    `batch_heads` is (B, N). Positions are `[T]` and `[S]`, or `[B|1, T]` and `[B|1, S]`. Any block
+    of the mask can be computed alone: `first_row` is the place in the whole batch of the block's
+    first row. The hash is pcg4d of Jarzynski & Olano 2020 (JCGT 9(3)).
     """
-    B, N = rows
+    B, N = batch_heads
     x = jnp.atleast_2d(q_positions).astype(jnp.uint32)[:, None, :, None] + seed[0]
     y = jnp.atleast_2d(kv_positions).astype(jnp.uint32)[:, None, None, :] ^ seed[1]
     z = (first_row * N + jnp.arange(B * N, dtype=jnp.uint32)).reshape(B, N, 1, 1)

@@ -16,6 +16,7 @@ from jaxformer.models.config import LanguageModel, ModelConfig, require_numbers
 from jaxformer.models.layer import Mixer
 from jaxformer.models.presets import NEXT_SENTENCE, bert_base_encoder, sized
 from jaxformer.ops.attention.blocks import padded
+from jaxformer.ops.attention.kernel import Implementation
 from jaxformer.zoo.frame import approximation, by_layer, options, refuse_packed, zero_padding
 from jaxformer.zoo.visible import segment_ids
 
@@ -26,7 +27,7 @@ Layout = Int[Array, "N rows r"] | Int[np.ndarray, "N rows r"]
 def attention(
     query: Float[Array, "B T N H"], key: Float[Array, "B T K H"], value: Float[Array, "B T K Hv"], layout: Layout, *,
     block: int, mask: Mask | None = None, scale: float | None = None, dropout_rate: float = 0.0,
-    dropout_key: Array | None = None, implementation: str | None = None,
+    dropout_key: Array | None = None, implementation: Implementation = None,
 ) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """Internal transformer construction (ITC): global, neighbouring and random blocks. Zaheer et al. 2020, arXiv:2007.14062.
 

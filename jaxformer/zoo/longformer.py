@@ -16,6 +16,7 @@ from jaxformer.models.config import ModelConfig, require_numbers
 from jaxformer.models.layer import Mixer
 from jaxformer.models.mixers.attention import attention_spec
 from jaxformer.models.presets import MASKED_LM, roberta_base, sized
+from jaxformer.ops.attention.kernel import Implementation
 from jaxformer.zoo.frame import approximation, options, refuse_packed, zero_padding
 from jaxformer.zoo.visible import segment_ids
 
@@ -28,7 +29,7 @@ def attention(
     global_query: Float[Array, "B T N H"] | None, global_key: Float[Array, "B T K H"] | None,
     global_value: Float[Array, "B T K Hv"] | None, *, window: int, global_tokens: Tokens = 0, max_globals: int | None = None,
     mask: Mask | None = None, scale: float | None = None, dropout_rate: float = 0.0, dropout_key: Array | None = None,
-    implementation: str | None = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """Sliding window and global tokens, the latter with projections of their own. Beltagy et al. 2020, arXiv:2004.05150.
 

@@ -8,6 +8,7 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Mixer
 from jaxformer.models.mixers.attention import attention
 from jaxformer.ops.attention.call import Call, dropout_seed
+from jaxformer.ops.attention.kernel import names_of
 from jaxformer.ops.attention.reference import reference
 from jaxformer.ops.bias import bias_between
 
@@ -18,8 +19,10 @@ def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
     `bias` is -log(context_length) by default: with the number of keys at hand, decoding and packed rows would be another
     model. NotImplementedError for another `attention_implementation` than the reference.
     """
-    if (name := config.attention_implementation) not in (None, "reference"):
-        raise NotImplementedError(f"{name}: no sigmoid attention; attention_implementation='reference' has it")
+    names = names_of(config.attention_implementation)
+    if names and "reference" not in names:
+        missing = f"{', '.join(names)}: no sigmoid attention"
+        raise NotImplementedError(f"{missing}; attention_implementation='reference' has it")
     bias = -math.log(config.context_length) if bias is None else bias
 
     def attend(

@@ -14,7 +14,7 @@ TOKENS, MATRIX = jax.ShapeDtypeStruct((2, 64, 32), jnp.bfloat16), jax.ShapeDtype
 TABLE, LABELS = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((2, 64), jnp.int32)
 FUNCTIONS = {
     "reference": (partial(ops.attention, mask=masks.causal(), implementation="reference"), (HEADS,) * 3),
-    "rows": (partial(ops.attention, mask=masks.causal(), implementation="rows"), (HEADS,) * 3),
+    "query_blocked": (partial(ops.attention, mask=masks.causal(), implementation="query_blocked"), (HEADS,) * 3),
     "blockwise": (partial(ops.attention, mask=masks.causal(), implementation="blockwise"), (HEADS,) * 3),
     "linear": (partial(zoo.linear_attention.attention, mask=masks.causal()), (HEADS,) * 3),
     "linformer": (zoo.linformer.attention, (HEADS,) * 3 + (jax.ShapeDtypeStruct((256, 16), jnp.float32),)),

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from jaxformer.ops.attention.call import dropout_seed
-from jaxformer.ops.dropout import kept
+from jaxformer.ops.dropout import keep_mask
 
 ROWS = (2, 8)
 
 
 def bits(key, rate=0.5, q=128, kv=128):
-    run = jax.jit(lambda key: kept(dropout_seed(rate, key), rate, ROWS, jnp.arange(q), jnp.arange(kv)))
+    run = jax.jit(lambda key: keep_mask(dropout_seed(rate, key), rate, ROWS, jnp.arange(q), jnp.arange(kv)))
     return np.asarray(run(jax.random.key(key)))
 
 
 @pytest.mark.thorough
 def test_any_part_can_be_asked_for_alone():
     whole = bits(0)
-    part = kept(dropout_seed(0.5, jax.random.key(0)), 0.5, ROWS, jnp.arange(37, 61), jnp.arange(5, 90))
+    part = keep_mask(dropout_seed(0.5, jax.random.key(0)), 0.5, ROWS, jnp.arange(37, 61), jnp.arange(5, 90))
     np.testing.assert_array_equal(part, whole[:, :, 37:61, 5:90])
 
 

@@ -13,9 +13,26 @@ from jaxtyping import Float
 from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Alibi, ModelConfig, Relative
-from jaxformer.models.layer import Context, Mixer, MixerOutput, Tree, linear, linear_maps, linear_spec, residual_std
+from jaxformer.models.layer import (
+    Context,
+    Mixer,
+    MixerOutput,
+    Tree,
+    linear,
+    linear_maps,
+    linear_spec,
+    residual_std,
+)
 from jaxformer.ops.attention import cached as cached_attention
-from jaxformer.ops.attention.cached import Int8Slots, Slots, as_array, first_slots, slot_positions, write_slots, write_token
+from jaxformer.ops.attention.cached import (
+    Int8Slots,
+    Slots,
+    as_array,
+    first_slots,
+    slot_positions,
+    write_slots,
+    write_token,
+)
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.bias import Bias, alibi, bias_between, t5
 from jaxformer.ops.einsum import to_int8
@@ -34,10 +51,16 @@ class Heads(NamedTuple):
 
 
 def attention(
-    config: ModelConfig, *, extra: Tree = None, prepare: Callable | None = None, attend: Callable | None = None,
+    config: ModelConfig,
+    *,
+    extra: Tree = None,
+    prepare: Callable | None = None,
+    attend: Callable | None = None,
     finish: Callable | None = None,
-) -> Mixer:  # fmt: skip
-    """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout. The default mixer.
+) -> Mixer:
+    """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout.
+
+    The default mixer.
 
     A variant (`zoo.gated`) passes what it does differently, with `extra` parameters of its own:
     prepare(params, heads, context) -> the `Heads` before the rotation;
@@ -53,11 +76,14 @@ def attention(
         if isinstance(config.positions, Rope):
             query = rope(query, context.positions, config.positions, context.text_lengths)
             key = rope(key, context.positions, config.positions, context.text_lengths)
-        query, key, value = (context.tap(*named) for named in (("query", query), ("key", key), ("value", value)))
+        query = context.tap("query", query)
+        key = context.tap("key", key)
+        value = context.tap("value", value)
         options = attention_options(config, context)
         if (bias := score_bias(config, context.shared)) is not None:
             options["bias"] = bias_at_positions(bias, context)
-        function, state = None if attend is None else partial(attend, params, context), None
+        function = None if attend is None else partial(attend, params, context)
+        state = None
         if context.state is None:
             result = (function or ops.attention)(query, key, value, **options)
         else:
@@ -70,17 +96,23 @@ def attention(
 
     def state(batch: int, length: int, dtype):
         zeros = jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype)
-        empty = Int8Slots(*to_int8(zeros.astype(jnp.float32), (-1,))) if dtype == jnp.int8 else zeros
-        return {"key": empty, "value": empty}
+        if dtype == jnp.int8:
+            zeros = Int8Slots(*to_int8(zeros.astype(jnp.float32), (-1,)))
+        return {"key": zeros, "value": zeros}
 
-    return Mixer(attention_spec(config) | (extra or {}), apply, state, rolls=True, shared=relative_spec(config))
+    spec = attention_spec(config) | (extra or {})
+    return Mixer(spec, apply, state, rolls=True, shared=relative_spec(config))
 
 
 def project(params: Tree, x: Float[Array, "B T D"]) -> Heads:
     """Queries, keys and values, with heads split over devices."""
-    heads = linear_maps("btd,dnh->btnh", x, {name: params[name] for name in ("query", "key", "value")})
     axes = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
-    return Heads(**{name: with_logical_constraint(y, "batch", "length", axes[name], None) for name, y in heads.items()})
+    heads = linear_maps("btd,dnh->btnh", x, {name: params[name] for name in axes})
+
+    def split(name):
+        return with_logical_constraint(heads[name], "batch", "length", axes[name], None)
+
+    return Heads(**{name: split(name) for name in axes})
 
 
 def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
@@ -98,15 +130,17 @@ def split_weights(result: Any) -> tuple[Array, Array | None]:
 
 
 def tapped_weights(context: Context, result: Any, value: Array | None) -> Array:
-    """The output of `ops.attention`, with the weights that a caller of `apply` put in place of its own.
+    """The output of `ops.attention`, with the weights that a caller of `apply` gave in their place.
 
-    Raises NotImplementedError for other weights where `value` is None: the output is no plain mean of values then.
+    Raises NotImplementedError for other weights where `value` is None: the output is no plain mean
+    of values then.
     """
     out, weights = split_weights(result)
     if (edited := context.tap("weights", weights)) is weights:
         return out
     if value is None:
-        raise NotImplementedError("edits of attention/weights: not of this variant, nor with a cache; edit attention/heads")
+        limits = "not of this variant, nor with a cache; edit attention/heads"
+        raise NotImplementedError(f"edits of attention/weights: {limits}")
     grouped = edited.reshape(len(edited), value.shape[2], -1, *edited.shape[2:])
     return ops.einsum("bkgts,bskh->btkgh", grouped.astype(value.dtype), value).reshape(out.shape)
 
@@ -114,11 +148,15 @@ def tapped_weights(context: Context, result: Any, value: Array | None) -> Array:
 def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Parameters of `attention`; keys and values read a source of another width, if given."""
     D, N, H = config.d_model, config.num_heads, config.head_size
-    source, tree = (source_width or D, config.kv_heads, "kv_heads"), {}
-    for name, (width, heads, axis) in {"query": (D, N, "heads"), "key": source, "value": source}.items():
-        tree[name] = linear_spec(config, name, (width, heads, H), ("embed", axis, "head"), ("embed",), config.std)
+    source = source_width or D, config.kv_heads, "kv_heads"
+    inputs = {"query": (D, N, "heads"), "key": source, "value": source}
+    tree = {}
+    for name, (width, heads, axis) in inputs.items():
+        shape, axes = (width, heads, H), ("embed", axis, "head")
+        tree[name] = linear_spec(config, name, shape, axes, ("embed",), config.std)
     axes = "heads", "head", "embed"
-    return tree | {"out": linear_spec(config, "out", (N, H, D), axes, axes[:2], residual_std(config))}
+    tree["out"] = linear_spec(config, "out", (N, H, D), axes, axes[:2], residual_std(config))
+    return tree
 
 
 def relative_spec(config: ModelConfig) -> Tree:
@@ -140,37 +178,50 @@ def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | Array | N
 
 
 def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
-    """The bias at the tokens' positions, row by row, where these are not the slots (padding, packed rows, a cache).
+    """The bias at the tokens' positions, by batch row, where these are not the slots.
 
-    Without `gaps`, tokens of a segment are as far apart as their slots, and a bias of distance stays as it is. Raises
-    ConfigError for what depends on slots: an array, a bias by row, and for positions given with a cache.
+    They are not in padded and packed batches, and in a cache. Without `gaps`, tokens of a segment
+    are as far apart as their slots, and a bias of distance needs no change. Raises ConfigError for
+    what depends on slots: an array, a bias with an array by query; and for positions that are
+    passed with a cache.
     """
-    by_distance, in_cache = isinstance(bias, Bias) and bias.by_distance, context.state is not None
+    by_distance = isinstance(bias, Bias) and bias.by_distance
+    in_cache = context.state is not None
     positions = context.slot_positions
     if not context.gaps and (by_distance or (positions is None and not in_cache)):
         return bias
     if in_cache and context.gaps:
-        raise ConfigError("apply(positions=...) with a cache: a bias needs the cached tokens' positions too; omit it")
+        needed = "a bias needs the cached tokens' positions too; omit it"
+        raise ConfigError(f"apply(positions=...) with a cache: {needed}")
     if not (callable(bias) or isinstance(bias, Bias)) or getattr(bias, "rows", ()):
         advice = "return a function of (q_positions [T], kv_positions [S])"
-        raise ConfigError(f"model.positions: a bias by slots does not fit segment_ids, positions or a cache; {advice}")
+        limits = "a bias by slots does not fit segment_ids, positions or a cache"
+        raise ConfigError(f"model.positions: {limits}; {advice}")
     if in_cache:
         return bias
     return lambda q, kv: bias_between(bias, positions[:, q], positions[:, kv])
 
 
-def cross_attention(config: ModelConfig, params: Tree, x: Float[Array, "B T D"], context: Context) -> MixerOutput:
-    """Attention from a decoder's tokens to an encoder's output, without positions. Vaswani et al. 2017, section 3.2.3.
+def cross_attention(
+    config: ModelConfig,
+    params: Tree,
+    x: Float[Array, "B T D"],
+    context: Context,
+) -> MixerOutput:
+    """Attention from a decoder's tokens to an encoder's output. Vaswani et al. 2017, section 3.2.3.
 
-    In decoding there may be fewer sources than rows: neighbours, such as the beams of a text, read the same one.
+    It has no positions. In decoding there may be fewer sources than batch rows: neighbours, such as
+    the beams of a text, read the same one.
     """
     source: Any = context.source
     heads = source_heads(params, source.hidden) if source.heads is None else source.heads
     query = linear("btd,dnh->btnh", x, params["query"])
     key, value = (heads[name].swapaxes(1, 2).astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
-    together = query.reshape(key.shape[0], -1, *query.shape[2:])
-    out = tapped_weights(context, ops.attention(together, key, value, **options), value).reshape(query.shape)
+    # the queries of all that read a source
+    of_source = query.reshape(key.shape[0], -1, *query.shape[2:])
+    result = ops.attention(of_source, key, value, **options)
+    out = tapped_weights(context, result, value).reshape(query.shape)
     return MixerOutput(linear("btnh,nhd->btd", context.tap("heads", out), params["out"]))
 
 
@@ -183,39 +234,50 @@ def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
 def cached(
     attend: Callable | None, query: Array, key: Array, value: Array, context: Context, options: dict
 ) -> tuple[Any, Tree]:
-    """(attention of new tokens to themselves and to those in the cache, the state with the new ones).
+    """(attention of new tokens to themselves and to the cache, the state with the new ones).
 
-    The token at position p is in slot p mod S. The first tokens of a row start at position 0: they attend to each other by
-    the kernel that training has. A variant's `attend` and returned weights take the old keys and the new ones as an array.
+    The token at position p is in slot p mod S. The first tokens of a batch row start at position 0:
+    they attend to each other by the kernel that training has, also a `Kernel` of the user's. A
+    variant's `attend` and returned weights take the old keys and the new ones as an array.
     """
     T, S = query.shape[1], jax.tree.leaves(context.state["key"])[0].shape[2]
-
-    def lay(x):
-        return with_logical_constraint(x.transpose(0, 2, 1, 3), "batch", "kv_heads", None, None)
-
-    new, state = {"key": lay(key), "value": lay(value)}, context.state
+    state = context.state
+    new = {"key": _in_slots(key), "value": _in_slots(value)}
     count = jnp.full(len(query), T) if context.real is None else jnp.sum(context.real, axis=1)
     if context.lengths is None:
         result = (attend or ops.attention)(query, key, value, **options)
         return result, cached_attention.write(first_slots, state, new, count)
-    q = context.lengths[:, None] + jnp.arange(T)[None]
-    written = jnp.where(jnp.arange(T)[None] < count[:, None], q, -1)
-    before = slot_positions(S, context.lengths)
-    early = T == 1 and len(query) <= 32
-    if early:
-        state = cached_attention.write(write_token, state, new, written)
+    positions = context.lengths[:, None] + jnp.arange(T)[None]
+    new_positions = jnp.where(jnp.arange(T)[None] < count[:, None], positions, -1)
+    old_positions = slot_positions(S, context.lengths)
+    write_first = T == 1 and len(query) <= 32  # a single token is written before the slots are read
+    if write_first:
+        state = cached_attention.write(write_token, state, new, new_positions)
     if attend is None and not context.tap.asks("weights"):
-        slots = Slots(state["key"], state["value"], before), Slots(new["key"], new["value"], written)
+        old_slots = Slots(state["key"], state["value"], old_positions)
+        new_slots = Slots(new["key"], new["value"], new_positions)
         scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         call = Call(options["mask"], options.get("bias"), scale=scale, softcap=options["softcap"])
-        sizes = cached_attention.widths(S) if context.room == S else [S]
-        width = jnp.searchsorted(jnp.array(sizes), jnp.max(context.lengths))
-        result = out = cached_attention.attention(query, q, *slots, call, sizes, width)
+        widths = cached_attention.widths(S) if context.room == S else [S]
+        width = jnp.searchsorted(jnp.array(widths), jnp.max(context.lengths))
+        slots = old_slots, new_slots
+        result = out = cached_attention.attention(query, positions, *slots, call, widths, width)
     else:
-        keys, values = (
-            jnp.concatenate([as_array(state[name], x.dtype), x], axis=2).transpose(0, 2, 1, 3) for name, x in new.items()
-        )
-        positions = q, jnp.concatenate([before, written], axis=1)
-        result = (attend or ops.attention)(query, keys, values, **options | {"positions": positions, "implementation": None})
+
+        def whole(name):
+            old = as_array(state[name], new[name].dtype)
+            return jnp.concatenate([old, new[name]], axis=2).transpose(0, 2, 1, 3)
+
+        of_keys = jnp.concatenate([old_positions, new_positions], axis=1)
+        # only the reference has positions by batch row
+        options = options | {"positions": (positions, of_keys), "implementation": None}
+        result = (attend or ops.attention)(query, whole("key"), whole("value"), **options)
         out = split_weights(result)[0]
-    return result, state if early else cached_attention.write(write_slots, state, new, written, out)
+    if not write_first:
+        state = cached_attention.write(write_slots, state, new, new_positions, out)
+    return result, state
+
+
+def _in_slots(x: Array) -> Array:
+    """New keys or values `[B, T, K, H]` as a cache has them, `[B, K, T, H]`."""
+    return with_logical_constraint(x.transpose(0, 2, 1, 3), "batch", "kv_heads", None, None)

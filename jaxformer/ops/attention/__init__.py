@@ -1,6 +1,10 @@
-"""Exact scaled dot-product attention by the platform's kernel. `linear`, `lsh` and `sparse` are other, cheaper functions."""
+"""Exact scaled dot-product attention: one function, many kernels.
 
-import importlib.util
+`attention` checks a call, and `_choose` finds the kernel that computes it. `Kernel` is the joint: a
+researcher's own kernel goes where a name of ours goes. `zoo` has other, cheaper functions than this
+one.
+"""
+
 import logging
 import math
 from collections.abc import Callable
@@ -15,51 +19,71 @@ from jaxtyping import Float, Int
 
 from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, as_mask, rules
-from jaxformer.ops.attention import blockwise, cudnn, ring, rows, splash
-from jaxformer.ops.attention.call import Call, check_shapes, dropout_seed
-from jaxformer.ops.attention.reference import reference, rounded_softmax, softmax
+from jaxformer.ops.attention import blockwise, query_blocked
+from jaxformer.ops.attention.call import (
+    Call,
+    check_shapes,
+    context_devices,
+    dropout_seed,
+    share as share,
+)
+from jaxformer.ops.attention.cudnn import CUDNN
+from jaxformer.ops.attention.kernel import Implementation, Kernel, as_tuple, names_of
+from jaxformer.ops.attention.query_blocked import QUERY_BLOCKED
+from jaxformer.ops.attention.reference import REFERENCE, all_gather_length, reference
+from jaxformer.ops.attention.ring import BLOCKWISE, RING
+from jaxformer.ops.attention.splash import SPLASH
 from jaxformer.ops.bias import Bias, bias_between
 from jaxformer.ops.einsum import in_float32, reverse_mode_alone
-from jaxformer.sharding import auto_axes, platform as mesh_platform, with_logical_constraint
+from jaxformer.sharding import auto_axes, platform as mesh_platform
+
+KERNELS = REFERENCE, QUERY_BLOCKED, BLOCKWISE, RING, SPLASH, CUDNN
+RENAMED = {"rows": "query_blocked"}  # names that configs of older runs have
 
 
 @jax.named_scope("attention")
 def attention(
-    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"], *, mask: Mask | None = None,
-    bias: Float[Array, "#B #N #T #S"] | Bias | Callable | None = None, scale: float | Float[Array, ""] | None = None,
-    softcap: float | None = None, sinks: Float[Array, " N"] | None = None, dropout_rate: float = 0.0,
-    dropout_key: Array | None = None, return_weights: bool = False, implementation: str | None = None,
+    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"],
+    *, mask: Mask | None = None, bias: Float[Array, "#B #N #T #S"] | Bias | Callable | None = None,
+    scale: float | Float[Array, ""] | None = None, softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    dropout_rate: float = 0.0, dropout_key: Array | None = None, return_weights: bool = False,
+    implementation: Implementation = None,
     positions: tuple[Int[Array, "#B T"], Int[Array, "#B S"]] | None = None,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:  # fmt: skip
-    """softmax(mask(softcap(query key^T * scale + bias))) value. Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
+    """softmax(mask(softcap(query key^T * scale + bias))) value.
 
-    Query head n reads key head n // (N / K) (Ainslie et al. 2023). The last query is aligned with the last key unless the
-    mask has an offset, `.at(offset)`. `bias` is an array, a value of `ops.positions` (`alibi`, `t5`, `shaw`), or a function
-    of absolute positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default;
-    it may be learned. `softcap` c maps a score s to c tanh(s / c) (Gemma 2), and leaves -inf, by which a bias hides a key.
-    `sinks` adds one logit a head to the denominator alone. `return_weights` adds the weights before dropout. The softmax is
-    float32 or wider. A query that sees no key yields zeros and no gradient.
-    `positions` are those of queries and keys by row, where -1 is an empty slot of a cache; only the reference takes them.
-    Second derivatives in reverse mode (jax.grad of jax.grad) are those of the reference, with its memory; "ring" has none.
-    Forward mode (jax.jvp) needs float64 and the reference.
+    Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
 
-    `implementation`: "reference" (an array [B, N, T, S]), "rows" (of this array the part between the first and the last key
-    that each block of queries sees), "blockwise" (no such array), "splash" (TPU), "cudnn" (GPU), "ring" (a sequence split over
-    the mesh axis `context`; "blockwise" is the same there, the first two and "splash" gather keys and values). None takes the
-    fastest on the platform, and logs which. All give the same values and drop the same weights, or
-    raise NotImplementedError that names what they lack.
+    Query head n reads key head n // (N / K) (Ainslie et al. 2023). The last query is aligned with
+    the last key unless the mask has an offset, `.at(offset)`. `bias` is an array, a value of
+    `ops.bias` (`alibi`, `t5`, `shaw`), or a function of absolute positions, `(q_positions [T],
+    kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default; it may be learned. `softcap` c
+    maps a score s to c tanh(s / c) (Gemma 2), and leaves -inf, by which a bias hides a key. `sinks`
+    adds one logit a head to the denominator alone. `return_weights` adds the weights before
+    dropout. The softmax is float32 or wider. A query that sees no key yields zeros and no gradient.
+    `positions` are those of queries and keys by batch row, where -1 is an empty slot of a cache;
+    only the reference takes them. Second derivatives in reverse mode (jax.grad of jax.grad) are
+    those of the reference, with its memory; "ring" has none. Forward mode (jax.jvp) needs float64
+    and the reference.
+
+    `implementation`: "reference" (an array [B, N, T, S]), "query_blocked" (of this array only the
+    keys between the first and the last that each block of queries sees), "blockwise" (no such
+    array), "splash" (TPU), "cudnn" (GPU), "ring" (a sequence split over the mesh axis `context`;
+    "blockwise" is the same there, the first two and "splash" gather keys and values), or a `Kernel`
+    of your own. A tuple takes its first kernel that is for the platform and computes the call. None
+    takes the fastest of ours. The choice of a tuple and of None is logged. All give the same values
+    and drop the same weights, or raise NotImplementedError that names what they lack.
     """
     softcap = None if softcap is None else _number("softcap", softcap)
     dropout_rate = _number("dropout_rate", dropout_rate)
     _check(query, key, value, bias, softcap, sinks, dropout_rate)
     mask = as_mask(mask, "attention")
     if positions is None:
-        _check_segments(mask, mask.first(query.shape[1], key.shape[1]), query.shape[1], key.shape[1])
+        first = mask.first(query.shape[1], key.shape[1])
+        _check_segments(mask, first, query.shape[1], key.shape[1])
     if isinstance(scale, Array):  # kernels take a number
         query, scale = (in_float32(query) * scale).astype(query.dtype), 1.0
-    for asked, what in ((return_weights, "weights to return"), (positions is not None, "positions by row")):
-        if asked and implementation not in (None, "reference"):
-            raise NotImplementedError(f"{implementation}: has no {what}; implementation='reference' has")
     if positions is not None and (callable(bias) or isinstance(bias, Bias)):
         bias = bias_between(bias, *positions)
     call = Call(
@@ -70,27 +94,31 @@ def attention(
     )  # fmt: skip
 
     def specs(*_):
-        rows, length, heads, _ = jax.typeof(query).sharding.spec
-        return (P(rows, length, heads), P(rows, heads, length)) if return_weights else P(rows, length, heads)
+        batch, length, heads, _ = jax.typeof(query).sharding.spec
+        of_output = P(batch, length, heads)
+        return (of_output, P(batch, heads, length)) if return_weights else of_output
 
     with reverse_mode_alone("attention"):
-        return auto_axes(specs)(partial(_attend, implementation, return_weights))(query, key, value, call)
+        attend = auto_axes(specs)(partial(_attend, implementation, return_weights))
+        return attend(query, key, value, call)
 
 
 def _check_segments(mask: Mask, first: Any, T: int, S: int) -> None:
-    """Raises ValueError for ids that end before the sequence does: nobody would see the rest, in silence."""
-    for part in mask.parts:
-        _check_segments(part, first, T, S)
+    """Raises ValueError for ids that end before the sequence does: nobody would see the rest."""
+    for inner in mask.parts:
+        _check_segments(inner, first, T, S)
     if mask.rule is rules.segments:
         of_queries, of_keys = mask.arrays[0].shape[1], mask.arrays[-1].shape[1]
         if of_keys < S or (isinstance(first, int) and of_queries < first + T):
-            raise ValueError(f"attention: {mask} has ids for {of_queries} queries and {of_keys} keys of {T} and {S}")
+            ids = f"{mask} has ids for {of_queries} queries and {of_keys} keys"
+            raise ValueError(f"attention: {ids} of {T} and {S}")
 
 
 def _number(name: str, value: Any) -> float:
     """The value as a number of the program. Raises ValueError for one that is traced."""
     if isinstance(value, jax.core.Tracer):
-        raise ValueError(f"attention: {name} is a number, which is known when the program is traced; got {value}")
+        needed = "is a number, which is known when the program is traced"
+        raise ValueError(f"attention: {name} {needed}; got {value}")
     return float(value)
 
 
@@ -99,9 +127,11 @@ def _check(query, key, value, bias, softcap, sinks, dropout_rate):
     B, T, N, S = *query.shape[:3], key.shape[1]
     shape = getattr(bias, "shape", (1,) * 4)
     if len(shape) != 4 or any(a not in (1, b) for a, b in zip(shape, (B, N, T, S), strict=True)):
-        raise ValueError(f"attention: bias must broadcast as [B, N, T, S] = {(B, N, T, S)}; got {shape}")
+        expected = f"[B, N, T, S] = {(B, N, T, S)}"
+        raise ValueError(f"attention: bias must broadcast as {expected}; got {shape}")
     if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"attention: softcap is a number above 0 and finite, or None; got {softcap}")
+        expected = "is a number above 0 and finite, or None"
+        raise ValueError(f"attention: softcap {expected}; got {softcap}")
     if sinks is not None and sinks.shape != (N,):
         raise ValueError(f"attention: one sink a query head, shape ({N},); got {sinks.shape}")
     if not 0 <= dropout_rate < 1:
@@ -120,7 +150,10 @@ def _check_heads(N: int, call: Call) -> None:
 
 
 def _bias_heads(bias: Any) -> int | None:
-    """The number of heads of a bias of any kind. None: there is no bias, or it has rows."""
+    """The number of heads of a bias of any kind.
+
+    None: there is no bias, or it has an array by query.
+    """
     if bias is None or getattr(bias, "rows", ()):
         return None
     if isinstance(bias, Bias):
@@ -132,59 +165,135 @@ def _bias_heads(bias: Any) -> int | None:
     return bias.shape[1]
 
 
-def _attend(implementation: str | None, return_weights: bool, query, key, value, call: Call):
+def _attend(implementation: Implementation, return_weights: bool, query, key, value, call: Call):
     _check_heads(query.shape[2], call)
-    only_reference = return_weights or call.positions is not None
-    match "reference" if only_reference else implementation or _choose(query, key, value, call):
-        case "reference" | "rows" as name:
-            if ring.devices() > 1:
-                key, value = (with_logical_constraint(x, "batch", None, "kv_heads", None) for x in (key, value))
-            # the weights of a 16-bit model may have 16 bits too, unless they are returned
-            wide = return_weights or value.dtype.itemsize >= 4
-            weigh = softmax if wide else partial(rounded_softmax, value.dtype)
-            if name == "rows":
-                return rows.attention(query, key, value, call, weigh)
-            out, weights = reference(query, key, value, call, weigh)
-            return (out, weights) if return_weights else out
-        case "blockwise" if ring.refuses(query, key, value, call):
-            return blockwise.attention(query, key, value, call)
-        case "blockwise" | "ring":
-            return ring.attention(query, key, value, call)
-        case "splash":
-            return splash.attention(query, key, value, call)
-        case "cudnn":
-            return cudnn.attention(query, key, value, call)
-    known = "reference, rows, blockwise, splash, cudnn, ring"
-    raise NotImplementedError(f"attention(implementation={implementation!r}): there are {known}")
+    kernel = _choose(implementation, return_weights, query, key, value, call)
+    if return_weights:  # only the reference has them
+        key, value = all_gather_length(key, value)
+        return reference(query, key, value, call)
+    return kernel(query, key, value, call)
 
 
-def _choose(query, key, value, call: Call) -> str:
-    """The fastest implementation on the platform of the mesh, which may be absent from this machine, or of this process."""
-    platform, count = mesh_platform(), ring.devices()
-    if count > 1 and ring.refuses(query, key, value, call) is None:
-        return _log_once(platform, "ring", f" of {count}")
-    kernels: dict[str, Any] = {"tpu": ("splash", splash), "gpu": ("cudnn", cudnn), "cuda": ("cudnn", cudnn)}
-    if platform not in kernels:
-        # the longest for which blockwise, which keeps no weights, is slower (bench/attention.py)
-        longest = 512 if query.dtype.itemsize >= 4 else 1024
-        if query.shape[1] * key.shape[1] > longest**2:
-            return _log_once(platform, "blockwise", " (long)")
-        by_rows = count == 1 and rows.refuses(call) is None and rows.is_cheaper(query, key, call)
-        return _log_once(platform, "rows" if by_rows else "reference", " (short)")
-    name, kernel = kernels[platform]
-    reason = kernel.refuses(query, key, value, call)
-    if reason is None and count > 1:
-        reason = "such call under mesh.context"
+def _choose(
+    implementation: Implementation,
+    return_weights: bool,
+    query: Array,
+    key: Array,
+    value: Array,
+    call: Call,
+) -> Kernel:
+    """The kernel that computes the call.
 
-    def installed():
-        return importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    Raises NotImplementedError where none that is asked for can.
+    """
+    if implementation is None:
+        only_reference = return_weights or call.positions is not None
+        return REFERENCE if only_reference else _fastest(query, key, value, call)
+    if (expected := unknown_implementation(implementation)) is not None:
+        raise NotImplementedError(f"attention(implementation={implementation!r}): {expected}")
+    lacks = partial(_lacks, return_weights, query, key, value, call)
+    if isinstance(implementation, tuple):
+        return _first([_find(each) for each in implementation], lacks)
+    kernel = _find(implementation)
+    if (reason := lacks(kernel)) is not None:
+        other = "reference" if reason in (NO_WEIGHTS, NO_POSITIONS) else "blockwise"
+        raise NotImplementedError(f"{kernel.name}: {reason}; implementation={other!r} has it")
+    return kernel
 
-    if reason is None and name == "cudnn" and platform != jax.default_backend() and not installed():
-        reason = "cuDNN on this machine to compile for a GPU with: pip install 'jax[cuda13]'"
-    return _log_once(platform, *((name, "") if reason is None else ("blockwise", f"; {name} has no {reason}")))
+
+NO_WEIGHTS = "no weights to return"
+NO_POSITIONS = "no positions by row"
+
+
+def _lacks(return_weights: bool, query, key, value, call: Call, kernel: Kernel) -> str | None:
+    """What of the call a kernel does not have, as "no bias". None: it computes the call."""
+    if kernel is not REFERENCE and return_weights:
+        return NO_WEIGHTS
+    if kernel is not REFERENCE and call.positions is not None:
+        return NO_POSITIONS
+    reason = kernel.lacks(query, key, value, call)
+    return None if reason is None else f"no {reason}"
+
+
+def _first(kernels: list[Kernel], lacks: Callable[[Kernel], str | None]) -> Kernel:
+    """The first kernel that is for this platform and lacks nothing."""
+    platform = mesh_platform()
+    reasons = []
+    for kernel in kernels:
+        if kernel.is_for(platform):
+            reason = lacks(kernel)
+        else:
+            reason = f"for {' and '.join(kernel.platforms)}, not for {platform}"
+        if reason is None:
+            return _chosen(kernel, "".join(f"; {each}" for each in reasons))
+        reasons.append(f"{kernel.name}: {reason}")
+    tried = ", ".join(kernel.name for kernel in kernels)
+    told = f"none of ({tried}) computes this call: {'; '.join(reasons)}"
+    raise NotImplementedError(f"attention: {told}")
+
+
+def _fastest(query, key, value, call: Call) -> Kernel:
+    """The fastest of ours on the platform of the mesh, which may be absent from this machine."""
+    platform, devices = mesh_platform(), context_devices()
+    if devices > 1 and RING.refuses(query, key, value, call) is None:
+        return _chosen(RING, f" of {devices}")
+    for fused in (SPLASH, CUDNN):
+        if fused.is_for(platform):
+            reason = fused.refuses(query, key, value, call)
+            if reason is None and devices > 1:
+                reason = "such call under mesh.context"
+            if reason is None:
+                return _chosen(fused)
+            return _chosen(BLOCKWISE, f"; {fused.name} has no {reason}")
+    if blockwise.is_cheaper(query, key):
+        return _chosen(BLOCKWISE, " (long)")
+    blocks_fit = devices == 1 and QUERY_BLOCKED.refuses(query, key, value, call) is None
+    if blocks_fit and query_blocked.is_cheaper(query, key, call):
+        return _chosen(QUERY_BLOCKED, " (short)")
+    return _chosen(REFERENCE, " (short)")
+
+
+def _chosen(kernel: Kernel, why: str = "") -> Kernel:
+    """The kernel, after one line of why it was chosen."""
+    _log_once(mesh_platform(), kernel.name, why)
+    return kernel
 
 
 @cache
-def _log_once(platform: str, name: str, why: str) -> str:
+def _log_once(platform: str, name: str, why: str) -> None:
     logging.getLogger("jaxformer").info("attention on %s: %s%s", platform, name, why)
-    return name
+
+
+def _find(implementation: str | Kernel) -> Kernel:
+    """The kernel of ours of that name; a kernel itself."""
+    if isinstance(implementation, Kernel):
+        return implementation
+    if implementation in RENAMED:
+        _warn_once(implementation, RENAMED[implementation])
+    name = RENAMED.get(implementation, implementation)
+    return next(kernel for kernel in KERNELS if kernel.name == name)
+
+
+@cache
+def _warn_once(old: str, new: str) -> None:
+    logging.getLogger("jaxformer").warning("attention: the implementation %r is now %r", old, new)
+
+
+def unknown_implementation(implementation: Any) -> str | None:
+    """What is expected in place of a value that is no implementation; None where it is one."""
+    items = as_tuple(implementation)
+    known = {*names_of(KERNELS), *RENAMED}
+
+    def is_known(each):
+        return isinstance(each, Kernel) or (isinstance(each, str) and each in known)
+
+    if implementation != () and all(map(is_known, items)):
+        return None
+    names = ", ".join(names_of(KERNELS))
+    return f"expected None, one of {names}, a Kernel, or a tuple of these in order of preference"
+
+
+def has_own_kernel(implementation: Implementation) -> bool:
+    """Whether an implementation holds a kernel that is not ours: it decides a run's numbers."""
+    kernels = [each for each in as_tuple(implementation) if isinstance(each, Kernel)]
+    return any(kernel not in KERNELS for kernel in kernels)

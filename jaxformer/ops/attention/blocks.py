@@ -1,4 +1,4 @@
-"""The blocks of a blockwise attention: of queries and keys, of the bias, and which pairs of them are visited."""
+"""The blocks of blockwise attention: of queries, keys and bias, and which pairs are visited."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,49 +35,68 @@ def cached_by_mask(f: Callable) -> Callable:
     return lambda mask, *rest: (cached if mask.static else f)(mask, *rest)
 
 
-# Scores of a block, as measured on XLA:CPU with 2 cores
-VISIT = 70_000  # what a visit costs besides its scores, as a number of scores
-LARGE = 1 << 17  # of a head: with fewer, a product runs on one thread, and all takes a half longer
-CACHED, MOST = 1 << 21, 1 << 24  # of all heads: larger blocks than LARGE fit the cache; no block takes more than 64 MiB
+# The cost model of block sizes: numbers of scores, as measured on XLA:CPU with 2 cores
+VISIT_COST = 70_000  # what a visit costs besides its scores
+# of one head: with fewer scores, a product runs on one thread, and all takes a half longer
+LEAST_PARALLEL = 1 << 17
+IN_CACHE = 1 << 21  # of all heads: larger blocks than LEAST_PARALLEL fit the cache
+MOST_SCORES = 1 << 24  # of all heads: no block takes more than 64 MiB
 
 
 @cached_by_mask
 def choose_grid(mask: Mask, T: int, S: int, heads: int) -> Grid:
-    """The blocks that make the fewest scores, where each visit counts as `VISIT` scores more. `heads` is B * N."""
+    """The blocks of the least cost: the scores, and `VISIT_COST` for each visit.
+
+    `heads` is B * N.
+    """
     heads = max(heads, 1)  # a batch may be empty
     if T * S == 0:
         return Grid(T, S, 1, 1, 1)
-    bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))  # the finest: about 500 blocks a side at most
-    visible, best = mask.blocks(T, S, (bq, bk)) != EMPTY, (np.inf, 0, 0)
-    most = max(CACHED, min(LARGE * heads, MOST)) // heads
+    # the finest blocks: about 500 blocks a side at most
+    bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))
+    visible = mask.blocks(T, S, (bq, bk)) != EMPTY
+    most = max(IN_CACHE, min(LEAST_PARALLEL * heads, MOST_SCORES)) // heads
+    best = np.inf, 0, 0
     for q in (1, 2, 4, 8):
-        rows = np.logical_or.reduceat(visible, np.arange(0, len(visible), q))
+        of_queries = np.logical_or.reduceat(visible, np.arange(0, len(visible), q))
         for k in (1, 2, 3, 4, 6, 8):
             scores = q * bq * k * bk
-            if (q > 1 and q // 2 * bq >= T) or (k > 1 and (k - 1) * bk >= S) or (q * k > 1 and scores > most):
+            too_long = (q > 1 and q // 2 * bq >= T) or (k > 1 and (k - 1) * bk >= S)
+            if too_long or (q * k > 1 and scores > most):
                 continue
-            price = (scores if scores >= LARGE else 1.5 * scores) + VISIT / heads
-            best = min(best, (len(cover(rows, k)[0]) * price, q * bq, k * bk))
-    return Grid(T, S, *best[1:], bk)
+            price = (scores if scores >= LEAST_PARALLEL else 1.5 * scores) + VISIT_COST / heads
+            visits = len(cover(of_queries, k)[0])
+            best = min(best, (visits * price, q * bq, k * bk))
+    _, bq, width = best
+    return Grid(T, S, bq, width, bk)
 
 
 def cover(visible: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, first column) of the fewest spans of `width` columns that hold everything visible `[rows, columns]`."""
+    """(line, first column) of the fewest spans of `width` columns that hold all that is visible.
+
+    `visible` is `[lines, columns]`: of query blocks and key blocks.
+    """
     columns = visible.shape[1]
+    # the first visible column from each column on
     following = np.where(visible, np.arange(columns), columns)
-    following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]  # the first visible column from here on
+    following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
     following = np.pad(following, ((0, 0), (0, width)), constant_values=columns)
-    each, start, found = np.arange(len(visible)), following[:, 0], []
+    each = np.arange(len(visible))
+    start = following[:, 0]
+    found = []
     while len(each := each[start < columns]):
         start = start[start < columns]
         found.append((each, start))
         start = following[each, start + width]
-    rows, starts = (np.concatenate(parts) for parts in zip(*found, strict=True)) if found else (each, each)
-    order = np.lexsort((starts, rows))
-    return rows[order], starts[order]
+    if not found:
+        return each, each  # both are empty
+    lines, starts = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    order = np.lexsort((starts, lines))
+    return lines[order], starts[order]
 
 
-# Layouts. Queries that share a key head are neighbours: row r of G * bq is query r % bq of head r // bq in its group.
+# Layouts. Query heads that share a key head are neighbours: of the G * bq lines of a product, line
+# r is query r % bq of head r // bq in its group.
 def padded(x, axis: int, block: int):
     """x with zeros behind `axis`, up to whole blocks."""
     return padded_to(x, axis, -(-x.shape[axis] // block) * block)
@@ -112,8 +131,9 @@ def join_heads(x, length: int):
     return join_blocks(x.reshape(*x.shape[:3], x.shape[3] * x.shape[4], *x.shape[5:]), length)
 
 
-# Biases. Each kind gives a block of itself, `block(i, j)`, `[B|1, N|1, bq|1, bk|1]`, and adds the gradient of that block
-# to its own, `accumulate(total, i, j, gradient)`, beginning with `zeros(dtype)`.
+# Biases. Each kind gives a block of itself, `block(i, j)`, `[B|1, N|1, bq|1, bk|1]`, and adds the
+# gradient of that block to its own, `accumulate(total, i, j, gradient)`, beginning with
+# `zeros(dtype)`.
 
 
 class BiasArray(NamedTuple):
@@ -129,16 +149,23 @@ class BiasArray(NamedTuple):
         return jnp.zeros_like(self.array, dtype)
 
     def accumulate(self, total, i, j, gradient):
-        start, shape = self._slice(i, j)  # a pullback of the slice would make an array of zeros as large as the bias
+        # a pullback of the slice would make an array of zeros as large as the bias
+        start, shape = self._slice(i, j)
         block = lax.dynamic_slice(total, start, shape)
         return lax.dynamic_update_slice(total, block + _sum_to(gradient, shape), start)
 
     def _slice(self, i, j):
-        """Start and shape of block (i, j). An axis is broadcast if the array has length 1 there: a block may have it too."""
+        """Start and shape of block (i, j).
+
+        An axis is broadcast if the array has length 1 there: a block may have it too.
+        """
         grid = self.grid
-        axes = zip(self.array.shape[2:], (i * grid.bq, j * grid.step), (grid.bq, grid.bk), strict=True)
-        first, sizes = zip(*((start, size) if length > 1 else (0, 1) for length, start, size in axes), strict=True)
-        return tuple(jnp.asarray(index, jnp.int32) for index in (0, 0, *first)), (*self.array.shape[:2], *sizes)
+        starts, sizes = [0, 0], list(self.array.shape[:2])
+        T, S = self.array.shape[2:]
+        for length, start, size in ((T, i * grid.bq, grid.bq), (S, j * grid.step, grid.bk)):
+            starts.append(start if length > 1 else 0)
+            sizes.append(size if length > 1 else 1)
+        return tuple(jnp.asarray(start, jnp.int32) for start in starts), tuple(sizes)
 
 
 class BiasRule(NamedTuple):
@@ -149,24 +176,29 @@ class BiasRule(NamedTuple):
     first: Any  # the position of the first query
 
     def block(self, i, j):
-        function, bias = self._part(i, j)
+        function, bias = self._of_block(i, j)
         return function(bias)
 
     def zeros(self, dtype):
         return jax.tree.map(lambda x: jnp.zeros_like(x, dtype), self.bias)
 
     def accumulate(self, total, i, j, gradient):
-        block, pullback = jax.vjp(*self._part(i, j))
+        block, pullback = jax.vjp(*self._of_block(i, j))
         (more,) = pullback(_sum_to(gradient, block.shape).astype(block.dtype))
         arrays = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total.arrays, more.arrays)
-        rows = (add_at(x, y, i * self.grid.bq, axis=1) for x, y in zip(total.rows, more.rows, strict=True))
-        return replace(total, arrays=arrays, rows=tuple(rows))
+        pairs = zip(total.rows, more.rows, strict=True)
+        rows = tuple(add_at(x, y, i * self.grid.bq, axis=1) for x, y in pairs)
+        return replace(total, arrays=arrays, rows=rows)
 
-    def _part(self, i, j):
+    def _of_block(self, i, j):
         """Block (i, j) as a function of the bias with the rows of query block i, and this bias."""
         grid, start = self.grid, i * self.grid.bq
+
+        def block(bias):
+            return bias.block(self.first + start, grid.bq, j * grid.step, grid.bk)
+
         rows = tuple(lax.dynamic_slice_in_dim(x, start, grid.bq, axis=1) for x in self.bias.rows)
-        return lambda bias: bias.block(self.first + start, grid.bq, j * grid.step, grid.bk), replace(self.bias, rows=rows)
+        return block, replace(self.bias, rows=rows)
 
 
 def _sum_to(gradient, shape):
@@ -178,12 +210,14 @@ def _sum_to(gradient, shape):
 
 def add_at(x, more, start, axis: int):
     """x with `more` added from `start` on along an axis, in place inside a loop."""
-    part = lax.dynamic_slice_in_dim(x, start, more.shape[axis], axis, allow_negative_indices=False)
-    return lax.dynamic_update_slice_in_dim(x, part + more.astype(x.dtype), start, axis, allow_negative_indices=False)
+    size = more.shape[axis]
+    old = lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
+    new = old + more.astype(x.dtype)
+    return lax.dynamic_update_slice_in_dim(x, new, start, axis, allow_negative_indices=False)
 
 
 def differentiable(grid: Grid, bias):
-    """The bias, a function as a `Bias` whose arrays are the function's: otherwise they could not be differentiated."""
+    """The bias; a function as a `Bias` of the function's arrays, so that they have gradients."""
     if not callable(bias):
         return bias
     q, kv = jnp.zeros(grid.bq, jnp.int32), jnp.zeros(grid.bk, jnp.int32)
@@ -191,20 +225,24 @@ def differentiable(grid: Grid, bias):
     return Bias(lambda b, q, kv: function(q, kv, *b.arrays), arrays=tuple(arrays))
 
 
-def bias_blocks(grid: Grid, bias, first, keys: int) -> BiasArray | BiasRule | None:
-    """The bias by blocks; `first` is the position of the first query, `keys` their number with padding."""
+def bias_blocks(grid: Grid, bias, first, padded_length: int) -> BiasArray | BiasRule | None:
+    """The bias by blocks.
+
+    `first` is the position of the first query; the keys are padded to a length.
+    """
     if bias is None:
         return None
     if isinstance(bias, Bias):
-        return BiasRule(grid, replace(bias, rows=tuple(padded(x, 1, grid.bq) for x in bias.rows)), first)
-    for axis, length in ((2, grid.nq * grid.bq), (3, keys)):
+        rows = tuple(padded(x, 1, grid.bq) for x in bias.rows)
+        return BiasRule(grid, replace(bias, rows=rows), first)
+    for axis, length in ((2, grid.nq * grid.bq), (3, padded_length)):
         if bias.shape[axis] > 1:
             bias = padded_to(bias, axis, length)
     return BiasArray(grid, bias)
 
 
 def whole_bias(grid: Grid, first, bias):
-    """The bias as an array, `[B|1, N|1, T, S]` of a `Bias`; of an array, itself. It is evaluated by blocks, as in the loops."""
+    """The bias as an array; a `Bias` as `[B|1, N|1, T, S]`, evaluated by blocks as in the loops."""
     if not isinstance(bias, Bias):
         return bias
     rule: Any = bias_blocks(grid, bias, first, grid.S)
@@ -218,28 +256,33 @@ def bias_gradient(bias, total):
     return jax.tree.map(lambda d, x: d[tuple(map(slice, x.shape))].astype(x.dtype), total, bias)
 
 
-Visits = dict[int, tuple[np.ndarray, np.ndarray]]  # by kind: query block i visits columns[starts[i]:starts[i + 1]]
+# by kind: query block i visits the key blocks columns[starts[i]:starts[i + 1]]
+Visits = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 @cached_by_mask
-def find_visits(mask: Mask, grid: Grid, owners: tuple[int, ...] | None = None) -> Visits:
-    """The key blocks to visit, by kind.
+def find_visits(mask: Mask, grid: Grid, shard_of: tuple[int, ...] | None = None) -> Visits:
+    """The key blocks to visit, by kind: FULL or PARTIAL.
 
-    owners[j] < P is the part with key block j: visits of i to part p stand at i P + p.
+    Where keys are split over P devices, `shard_of[j]` < P is the shard that holds key block j: then
+    the visits of query block i to shard p stand at i P + p.
     """
     kinds = mask.blocks(grid.T, grid.S, (grid.bq, grid.step))
-    rows, columns = cover(kinds != EMPTY, grid.width)
+    lines, columns = cover(kinds != EMPTY, grid.width)
     kinds = np.pad(kinds, ((0, 0), (0, grid.width)), constant_values=PARTIAL)
     if grid.S % grid.step:  # the last keys of the last block are padding
         kinds[:, grid.nk - 1] = PARTIAL
-    full = np.all([kinds[rows, columns + step] == FULL for step in range(grid.width)], axis=0)
-    owner = np.asarray(owners or (0,) * grid.nk)
-    parts, found = max(owner, default=0) + 1, {}
+    full = np.all([kinds[lines, columns + step] == FULL for step in range(grid.width)], axis=0)
+    shards = np.asarray(shard_of or (0,) * grid.nk)
+    count = max(shards, default=0) + 1
+    found = {}
     for kind in (FULL, PARTIAL):
-        if (here := full == (kind == FULL)).any():
-            at, starts = rows[here] * parts + owner[columns[here]], np.arange(grid.nq * parts + 1)
+        here = full == (kind == FULL)
+        if here.any():
+            at = lines[here] * count + shards[columns[here]]
             order = np.argsort(at, kind="stable")
-            found[kind] = np.searchsorted(at[order], starts).astype(np.int32), columns[here][order].astype(np.int32)
+            starts = np.searchsorted(at[order], np.arange(grid.nq * count + 1))
+            found[kind] = starts.astype(np.int32), columns[here][order].astype(np.int32)
     return found
 
 
@@ -250,7 +293,7 @@ def visited_keys(grid: Grid, visits: Visits) -> int:
 
 
 def visit_all(visits: Visits, at, visit: Callable, state):
-    """`state` after visit(kind, j, state) for every key block j that stands at `at`, FULL ones first."""
+    """`state` after visit(kind, j, state) of each key block j at `at`, FULL ones first."""
     for kind, (starts, columns) in visits.items():
         one_each = (np.diff(starts) == 1).all()
         starts, columns = jnp.asarray(starts), jnp.asarray(columns)

@@ -1,9 +1,12 @@
-"""Exact attention without an n x n array, in plain JAX, on any platform: what the mask hides is never visited.
+"""Exact attention without an n x n array, in plain JAX, on any platform.
 
-A loop over the query blocks visits their FULL keys (`Mask.blocks`) without the mask and their PARTIAL keys with it, and keeps
-a running maximum and sum (Rabe & Staats 2021, arXiv:2112.05682). The backward pass makes the same visits and computes the
-weights again from the log-sum-exp (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Gradients of the backward pass, which
-second derivatives need, are those of `reference`, with its array of all scores.
+Hidden blocks are never visited.
+
+A loop over the query blocks visits their FULL keys (`Mask.blocks`) without the mask and their
+PARTIAL keys with it, and keeps a running maximum and sum (Rabe & Staats 2021, arXiv:2112.05682).
+The backward pass makes the same visits and computes the weights again from the log-sum-exp (Dao et
+al. 2022, arXiv:2205.14135, algorithm 4). Gradients of the backward pass, which second derivatives
+need, are those of `reference`, with its array of all scores.
 """
 
 from dataclasses import replace
@@ -20,20 +23,39 @@ from jaxformer.ops.attention import blocks
 from jaxformer.ops.attention.blocks import Grid, Visits, head_blocks, join_heads
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import second_gradients
-from jaxformer.ops.dropout import kept, rescaled
+from jaxformer.ops.dropout import keep_mask, rescaled
 from jaxformer.ops.einsum import einsum
 from jaxformer.sharding import alike
 
 
-def attention(query: Array, key: Array, value: Array, call: Call, block: tuple[int, int, int] | None = None) -> Array:
-    """The output. `block`: the queries of a block, the keys of a block, and at multiples of what number key blocks begin."""
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    call: Call,
+    block: tuple[int, int, int] | None = None,
+) -> Array:
+    """What `reference` computes.
+
+    `block`: queries of a block, keys of a block, and the step between key blocks.
+    """
     (B, T, N, _), S = query.shape, key.shape[1]
     grid = Grid(T, S, *block) if block else blocks.choose_grid(call.mask, T, S, B * N)
     call = replace(call, bias=blocks.differentiable(grid, call.bias))
     return _attend(grid, *alike(query, key, value), call)[0]
 
 
-# Arrays are transposed before the loops: inside, XLA:CPU would convert the operands of bfloat16 products to float32.
+def is_cheaper(query: Array, key: Array) -> bool:
+    """Whether it is faster than a kernel that keeps the weights.
+
+    It is for long sequences (bench/attention.py).
+    """
+    longest = 512 if query.dtype.itemsize >= 4 else 1024  # for which it is slower
+    return query.shape[1] * key.shape[1] > longest**2
+
+
+# Arrays are transposed before the loops: inside, XLA:CPU would convert the operands of 16-bit
+# products to float32.
 class Tiles(NamedTuple):
     """Pairs of a query block and a key block, and what their scores are computed from."""
 
@@ -43,27 +65,30 @@ class Tiles(NamedTuple):
     visits: Visits
     keys: Any  # [B, K, S, H], padded for the last visits
     values: Any  # [B, K, S, Hv]
-    places: Any = None  # [nk]: where key block j is in `keys`, if these are a part of all keys
+    index_in_keys: Any = None  # [nk]: where key block j is in `keys`, if these are one shard
 
     def start(self, j):
         """Where the keys of block j start in `keys`."""
-        return (j if self.places is None else self.places[j]) * self.grid.step
+        return (j if self.index_in_keys is None else self.index_in_keys[j]) * self.grid.step
 
     def block(self, x, j):
         """The keys or values of block j: `[B, K, bk, H]`."""
-        return lax.dynamic_slice_in_dim(x, self.start(j), self.grid.bk, axis=2, allow_negative_indices=False)
+        start, size = self.start(j), self.grid.bk
+        return lax.dynamic_slice_in_dim(x, start, size, axis=2, allow_negative_indices=False)
 
     def positions(self, i, j):
         """Of the queries of block i and the keys of block j."""
         grid = self.grid
         first = self.call.mask.first(grid.T, grid.S)
-        return first + i * grid.bq + jnp.arange(grid.bq), j * grid.step + jnp.arange(grid.bk)
+        q_positions = first + i * grid.bq + jnp.arange(grid.bq)
+        return q_positions, j * grid.step + jnp.arange(grid.bk)
 
     def dropout(self, x, i, j):
         if self.call.dropout_seed is None:
             return x
-        (B, K, G), rate = x.shape[:3], self.call.dropout_rate
-        keep = kept(self.call.dropout_seed, rate, (B, K * G), *self.positions(i, j))
+        B, K, G = x.shape[:3]
+        rate = self.call.dropout_rate
+        keep = keep_mask(self.call.dropout_seed, rate, (B, K * G), *self.positions(i, j))
         return rescaled(x, keep.reshape(x.shape), rate)
 
 
@@ -71,18 +96,20 @@ class Tiles(NamedTuple):
 def _scores(tiles: Tiles, kind: int, q, k, i, j):
     """Masked scores of block (i, j), and the derivative of the softcap."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    grid, call, slope = tiles.grid, tiles.call, 1.0
+    grid, call = tiles.grid, tiles.call
+    slope = 1.0
     scores = einsum("bkrh,bksh->bkrs", _flat(q), k, dtype=wide) * call.scale
     scores = scores.reshape(*q.shape[:-1], grid.bk)
     if tiles.bias is not None:
         scores = scores + _like_scores(tiles.bias.block(i, j), scores).astype(wide)
     if call.softcap is not None:
         capped = jnp.tanh(scores / call.softcap)
-        scores, slope = jnp.where(scores == -jnp.inf, scores, call.softcap * capped), 1 - capped**2
+        scores = jnp.where(scores == -jnp.inf, scores, call.softcap * capped)
+        slope = 1 - capped**2
     if kind == PARTIAL:
         q_positions, kv_positions = tiles.positions(i, j)
         visible = call.mask(q_positions, kv_positions)
-        if tiles.places is None and tiles.keys.shape[2] > grid.S:  # padding
+        if tiles.index_in_keys is None and tiles.keys.shape[2] > grid.S:  # padding
             visible = visible & (kv_positions < grid.S)[None, None, None, :]
         scores = jnp.where(_like_scores(visible, scores), scores, -jnp.inf)
     return scores, slope
@@ -96,23 +123,27 @@ def _like_scores(x, scores):
 
 # Forward: a query block and its running softmax
 class Softmax(NamedTuple):
-    """The running softmax of a query block: maximum and sum `[B, K, G, bq]`, output `[B, K, G, bq, Hv]`."""
+    """The running softmax of a query block."""
 
-    top: Any
-    total: Any
-    out: Any
+    top: Any  # the maximum, [B, K, G, bq]
+    total: Any  # the sum, [B, K, G, bq]
+    out: Any  # [B, K, G, bq, Hv]
 
 
 def begin(q, sinks, Hv: int) -> Softmax:
     """For queries q `[B, K, G, bq, H]`, before any key."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    none = jnp.zeros_like(q[..., 0], wide)  # made from q, so that it is sharded as q is
-    top = none - jnp.inf if sinks is None else none + _finite(sinks, wide).reshape(1, q.shape[1], -1, 1)
-    return Softmax(top, none + (sinks is not None), jnp.broadcast_to(none[..., None], (*none.shape, Hv)))
+    zeros = jnp.zeros_like(q[..., 0], wide)  # made from q, so that it is sharded as q is
+    if sinks is None:
+        top = zeros - jnp.inf
+    else:
+        top = zeros + _finite(sinks, wide).reshape(1, q.shape[1], -1, 1)
+    total = zeros + (sinks is not None)
+    return Softmax(top, total, jnp.broadcast_to(zeros[..., None], (*zeros.shape, Hv)))
 
 
 def extend(tiles: Tiles, softmax: Softmax, q, i, at) -> Softmax:
-    """`softmax` of the queries q `[B, K, G, bq, H]` of block i, after the visits that stand at `at`."""
+    """`softmax` of query block i, q `[B, K, G, bq, H]`, after the visits that stand at `at`."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
 
     def visit(kind, j, softmax):
@@ -120,7 +151,8 @@ def extend(tiles: Tiles, softmax: Softmax, q, i, at) -> Softmax:
         scores, _ = _scores(tiles, kind, q, tiles.block(tiles.keys, j), i, j)
         above = jnp.maximum(top, jnp.max(scores, axis=-1))
         finite = jnp.where(above == -jnp.inf, 0, above)
-        weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(top - finite)
+        weights = jnp.exp(scores - finite[..., None])
+        shrink = jnp.exp(top - finite)
         total = total * shrink + jnp.sum(weights, axis=-1)
         weights = _flat(tiles.dropout(weights, i, j).astype(tiles.values.dtype))
         new = einsum("bkrs,bksh->bkrh", weights, tiles.block(tiles.values, j), dtype=wide)
@@ -132,7 +164,8 @@ def extend(tiles: Tiles, softmax: Softmax, q, i, at) -> Softmax:
 def finish(softmax: Softmax, dtype):
     """(output `[B, K, G, bq, Hv]`, log-sum-exp `[B, K, G, bq]`)"""
     total = jnp.where(softmax.total == 0, 1, softmax.total)
-    return (softmax.out / total[..., None]).astype(dtype), softmax.top + jnp.log(total)
+    out = (softmax.out / total[..., None]).astype(dtype)
+    return out, softmax.top + jnp.log(total)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -140,11 +173,13 @@ def _attend(grid, query, key, value, call):
     """The output, and for the backward pass the log-sum-exp of each query."""
     tiles = _tiles(grid, key, value, call)
 
-    def row(_, inputs):
+    def query_block(_, inputs):
         i, q = inputs
-        return None, finish(extend(tiles, begin(q, call.sinks, value.shape[-1]), q, i, i), value.dtype)
+        softmax = begin(q, call.sinks, value.shape[-1])
+        return None, finish(extend(tiles, softmax, q, i, i), value.dtype)
 
-    _, (out, lse) = lax.scan(row, None, (jnp.arange(grid.nq), head_blocks(grid.bq, value.shape[2], query)))
+    numbered = jnp.arange(grid.nq), head_blocks(grid.bq, value.shape[2], query)
+    _, (out, lse) = lax.scan(query_block, None, numbered)
     return join_heads(out, grid.T), lse
 
 
@@ -152,7 +187,8 @@ def _tiles(grid: Grid, key, value, call) -> Tiles:
     visits = blocks.find_visits(call.mask, grid)
     length = blocks.visited_keys(grid, visits)
     keys, values = (blocks.padded_to(x.swapaxes(1, 2), 2, length) for x in (key, value))
-    return Tiles(grid, call, blocks.bias_blocks(grid, call.bias, call.mask.first(grid.T, grid.S), length), visits, keys, values)
+    bias = blocks.bias_blocks(grid, call.bias, call.mask.first(grid.T, grid.S), length)
+    return Tiles(grid, call, bias, visits, keys, values)
 
 
 def _forward(grid, query, key, value, call):
@@ -161,7 +197,7 @@ def _forward(grid, query, key, value, call):
     return (out, lse), (query, key, value, call, out, lse)
 
 
-class Row(NamedTuple):
+class QueryBlock(NamedTuple):
     """A query block in the backward pass; of all blocks, each array has one more axis in front."""
 
     q: Any  # [B, K, G, bq, H]
@@ -172,14 +208,14 @@ class Row(NamedTuple):
     g_by_width: Any
 
 
-def query_rows(grid: Grid, K: int, query, g, delta, lse) -> Row:
-    """All query blocks, with their number as first axis, from arrays `[B, T, N, ...]`; `lse` is in blocks already."""
+def query_blocks(grid: Grid, K: int, query, g, delta, lse) -> QueryBlock:
+    """All query blocks from arrays `[B, T, N, ...]`; `lse` is in blocks already."""
     q, g, delta = (head_blocks(grid.bq, K, x) for x in (query, g, delta))
 
     def by_width(x):
         return jax.vmap(_flat)(x).swapaxes(-1, -2)
 
-    return Row(q, g, delta, lse, by_width(q), by_width(g))
+    return QueryBlock(q, g, delta, lse, by_width(q), by_width(g))
 
 
 class Gradients(NamedTuple):
@@ -190,40 +226,60 @@ class Gradients(NamedTuple):
     bias: Any
 
 
-def add_gradients(tiles: Tiles, sums: Gradients, row: Row, i, at) -> tuple[Gradients, Array]:
-    """`sums` with the visits of query block i that stand at `at`, and of these visits the gradient `[B, K, G, bq, H]` of q."""
-    wide, dtype = jnp.promote_types(row.q.dtype, jnp.float32), row.q.dtype
-    lse, delta = _finite_lse(row.lse)[..., None], row.delta[..., None]
+def add_gradients(
+    tiles: Tiles,
+    sums: Gradients,
+    block: QueryBlock,
+    i,
+    at,
+) -> tuple[Gradients, Array]:
+    """`sums` with the visits of query block i that stand at `at`; and the gradient of its q.
+
+    The gradient, `[B, K, G, bq, H]`, is that of these visits alone.
+    """
+    dtype = block.q.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    lse = _finite_lse(block.lse)[..., None]
+    delta = block.delta[..., None]
 
     def visit(kind, j, state):
         dq, (dk, dv, d_bias) = state
         keys, values = tiles.block(tiles.keys, j), tiles.block(tiles.values, j)
-        scores, slope = _scores(tiles, kind, row.q, keys, i, j)
+        scores, slope = _scores(tiles, kind, block.q, keys, i, j)
         weights = jnp.exp(scores - lse)
         dropped = _flat(tiles.dropout(weights, i, j).astype(tiles.values.dtype))
-        d_weights = einsum("bkrh,bksh->bkrs", _flat(row.g), values, dtype=wide).reshape(weights.shape)
-        d_scores = weights * (tiles.dropout(d_weights, i, j) - delta) * slope  # Dao et al. 2022, appendix B.2
+        d_weights = einsum("bkrh,bksh->bkrs", _flat(block.g), values, dtype=wide)
+        d_weights = d_weights.reshape(weights.shape)
+        # Dao et al. 2022, appendix B.2
+        d_scores = weights * (tiles.dropout(d_weights, i, j) - delta) * slope
         if tiles.bias is not None:
             d_bias = tiles.bias.accumulate(d_bias, i, j, d_scores)
         d_scores = _flat((d_scores * tiles.call.scale).astype(dtype))
         dq = dq + einsum("bkrs,bksh->bkrh", d_scores, keys, dtype=wide).reshape(dq.shape)
         # XLA:CPU computes these transposed products a third faster
-        dk = blocks.add_at(dk, einsum("bkhr,bkrs->bkhs", row.q_by_width, d_scores, dtype=wide), tiles.start(j), axis=3)
-        dv = blocks.add_at(dv, einsum("bkhr,bkrs->bkhs", row.g_by_width, dropped, dtype=wide), tiles.start(j), axis=3)
+        more_dk = einsum("bkhr,bkrs->bkhs", block.q_by_width, d_scores, dtype=wide)
+        dk = blocks.add_at(dk, more_dk, tiles.start(j), axis=3)
+        more_dv = einsum("bkhr,bkrs->bkhs", block.g_by_width, dropped, dtype=wide)
+        dv = blocks.add_at(dv, more_dv, tiles.start(j), axis=3)
         return dq, Gradients(dk, dv, d_bias)
 
-    dq, sums = blocks.visit_all(tiles.visits, at, visit, (jnp.zeros_like(row.q, wide), sums))
+    dq, sums = blocks.visit_all(tiles.visits, at, visit, (jnp.zeros_like(block.q, wide), sums))
     return sums, dq
 
 
 def row_products(x, y, dtype):
     """The sum of x times y `[B, T, N, H]` over the last axis, in `dtype`: `[B, T, N]`."""
-    # With B = 1, jnp.sum(x * y) is twenty times slower on XLA:CPU. Without the precision, TPUs would round the operands.
-    return jnp.einsum("btnh,btnh->btn", x.astype(dtype), y.astype(dtype), precision=lax.Precision.HIGHEST)
+    # With B = 1, jnp.sum(x * y) is twenty times slower on XLA:CPU. Without the precision, TPUs
+    # would round the operands.
+    precision = lax.Precision.HIGHEST
+    return jnp.einsum("btnh,btnh->btn", x.astype(dtype), y.astype(dtype), precision=precision)
 
 
 def sink_gradient(sinks, lse, delta):
-    """From the log-sum-exp `[nq, B, K, G, bq]` of all query blocks and delta `[B, T, N]`; None without sinks."""
+    """The gradient of the sinks; None without sinks.
+
+    `lse` is the log-sum-exp `[nq, B, K, G, bq]` of all query blocks, delta `[B, T, N]`.
+    """
     if sinks is None:
         return None
     lse = join_heads(lse, delta.shape[1])
@@ -232,7 +288,8 @@ def sink_gradient(sinks, lse, delta):
 
 
 def _backward(grid, residuals, gradients):
-    d_out, _ = gradients  # the log-sum-exp is read by `_gradients` alone, which gives it no gradient
+    # the log-sum-exp is read by `_gradients` alone, which gives it no gradient
+    d_out, _ = gradients
     return _gradients(grid, residuals, d_out)
 
 
@@ -245,8 +302,8 @@ def _gradients(grid, residuals, d_out):
     delta = row_products(d_out, out, wide)
 
     def step(sums, inputs):
-        i, row = inputs
-        sums, dq = add_gradients(tiles, sums, row, i, i)
+        i, block = inputs
+        sums, dq = add_gradients(tiles, sums, block, i, i)
         return sums, dq.astype(query.dtype)
 
     d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)
@@ -256,10 +313,14 @@ def _gradients(grid, residuals, d_out):
 
     sums = Gradients(by_width(tiles.keys), by_width(tiles.values), d_bias)
     d_out = d_out.astype(value.dtype)
-    (dk, dv, d_bias), dq = lax.scan(step, sums, (jnp.arange(grid.nq), query_rows(grid, key.shape[2], query, d_out, delta, lse)))
-    dk, dv = (d[..., : grid.S].transpose(0, 3, 1, 2).astype(x.dtype) for d, x in ((dk, key), (dv, value)))
-    d_call = call.gradient(blocks.bias_gradient(call.bias, d_bias), sink_gradient(call.sinks, lse, delta))
-    return join_heads(dq, grid.T), dk, dv, d_call
+    numbers = jnp.arange(grid.nq)
+    every = query_blocks(grid, key.shape[2], query, d_out, delta, lse)
+    (dk, dv, d_bias), dq = lax.scan(step, sums, (numbers, every))
+    dk = dk[..., : grid.S].transpose(0, 3, 1, 2).astype(key.dtype)
+    dv = dv[..., : grid.S].transpose(0, 3, 1, 2).astype(value.dtype)
+    d_bias = blocks.bias_gradient(call.bias, d_bias)
+    d_sinks = sink_gradient(call.sinks, lse, delta)
+    return join_heads(dq, grid.T), dk, dv, call.gradient(d_bias, d_sinks)
 
 
 def _gradients_forward(grid, residuals, d_out):
@@ -269,10 +330,12 @@ def _gradients_forward(grid, residuals, d_out):
 def _gradients_backward(grid, inputs, cotangents):
     (query, key, value, call, out, lse), d_out = inputs
     dq, dk, dv, d_call = cotangents
-    whole = partial(blocks.whole_bias, grid, call.mask.first(grid.T, grid.S))
-    *found, d_out = second_gradients(query, key, value, call, d_out, (dq, dk, dv, d_call.bias, d_call.sinks), whole)
-    d_query, d_key, d_value, d_bias, d_sinks = found
-    residuals = d_query, d_key, d_value, call.gradient(d_bias, d_sinks), jnp.zeros_like(out), jnp.zeros_like(lse)
+    whole_bias = partial(blocks.whole_bias, grid, call.mask.first(grid.T, grid.S))
+    cotangents = dq, dk, dv, d_call.bias, d_call.sinks
+    found = second_gradients(query, key, value, call, d_out, cotangents, whole_bias)
+    d_query, d_key, d_value, d_bias, d_sinks, d_out = found
+    d_call = call.gradient(d_bias, d_sinks)
+    residuals = d_query, d_key, d_value, d_call, jnp.zeros_like(out), jnp.zeros_like(lse)
     return residuals, d_out
 
 
@@ -290,5 +353,5 @@ def _finite_lse(lse):
 
 
 def _flat(x):
-    """[B, K, G, bq, ...] -> [B, K, G * bq, ...], the rows of a product."""
+    """[B, K, G, bq, ...] -> [B, K, G * bq, ...], the lines of a product."""
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])

@@ -1,4 +1,7 @@
-"""Exact attention of few queries to keys in a cache, for decoding: one pass over keys and values, as they lie in memory."""
+"""Exact attention of few queries to keys in a cache, for decoding.
+
+`attention` makes one pass over keys and values in the order that they have in memory.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +18,17 @@ from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import softmax, visible_scores
 from jaxformer.ops.bias import Bias, bias_between
 from jaxformer.ops.einsum import einsum, to_int8
+from jaxformer.params import Tree
 from jaxformer.sharding import is_split, mesh_axes, platform
 
 QUERY_BLOCK = 128  # queries at a time: their scores are an array
-# Up to so many bytes of a layer's slots a GPU reads all of them, which takes some 10 us. To take one of several branches takes
-# longer: the host waits for the number of the branch, and the kernels on both sides are launched one by one.
+# If a layer's slots have at most this many bytes, a GPU reads all of them, which takes some 10 us.
+# To take one of several branches takes longer: the host waits for the number of the branch, and the
+# kernels on both sides are launched one by one.
 WHOLE_READ_BYTES = 2**25
-FEW_QUERIES = 16  # up to so many queries of a key head, a GPU computes scores without the kernel of a product
+# For at most this many queries of a key head, a GPU computes scores without the kernel of a
+# product.
+FEW_QUERIES = 16
 
 
 class Int8Slots(NamedTuple):
@@ -36,35 +43,53 @@ def as_array(slots: "Array | Int8Slots", dtype) -> Array:
     return (slots.values * slots.scale if isinstance(slots, Int8Slots) else slots).astype(dtype)
 
 
-def write(how: Callable, state: dict[str, Any], new: dict[str, Any], *places) -> dict[str, Any]:
-    """The state of a layer after `how(old slots, new ones, *places)` of its keys and values, in the precision that it has."""
-    new = {name: Int8Slots(*to_int8(x, (-1,))) if isinstance(state[name], Int8Slots) else x for name, x in new.items()}
-    return jax.tree.map(lambda old, x: how(old, x, *places), state, new)
+def write(write_fn: Callable, state: Tree, new: Tree, *arguments) -> Tree:
+    """The state of a layer after `write_fn(old slots, new slots, *arguments)` of keys and values.
+
+    It stays in the precision that it has.
+    """
+
+    def like_state(name, x):
+        return Int8Slots(*to_int8(x, (-1,))) if isinstance(state[name], Int8Slots) else x
+
+    new = {name: like_state(name, x) for name, x in new.items()}
+    return jax.tree.map(lambda old, x: write_fn(old, x, *arguments), state, new)
 
 
 class Slots(NamedTuple):
-    """Keys and values `[B, K, S, H]`, arrays or `Int8Slots`, and the position of each `[B, S]`; -1 where there is none."""
+    """The keys and values of a cache, arrays or `Int8Slots`, and their positions."""
 
-    keys: Any
-    values: Any
-    positions: Array
+    keys: Any  # [B, K, S, H]
+    values: Any  # [B, K, S, Hv]
+    positions: Array  # [B, S]; -1 for an empty slot
 
     def first(self, width: int) -> "Slots":
         keys, values = jax.tree.map(lambda x: x[:, :, :width], (self.keys, self.values))
         return Slots(keys, values, self.positions[:, :width])
 
 
-def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call, widths: list[int], width: Array) -> Array:
-    """Queries `[B, T, N, H]` at `positions` [B, T] attend to the first widths[width] old slots of a cache and to new keys."""
+def attention(
+    query: Array,
+    positions: Array,
+    old: Slots,
+    new: Slots,
+    call: Call,
+    widths: list[int],
+    width: Array,
+) -> Array:
+    """Queries `[B, T, N, H]` at `positions` [B, T] attend to old slots of a cache and to new keys.
+
+    Of the old slots, the first widths[width] are read.
+    """
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((old.keys, old.values)))
     if platform() == "gpu" and size <= WHOLE_READ_BYTES:
         widths, width = widths[-1:], jnp.zeros_like(width)
 
-    def part(w, query, positions):
-        return _attend(old.first(w), new, call, query, positions)
+    def read_first(count, query, positions):
+        return _attend(old.first(count), new, call, query, positions)
 
     def run(query, positions):
-        return lax.switch(width, [partial(part, w) for w in widths], query, positions)
+        return lax.switch(width, [partial(read_first, count) for count in widths], query, positions)
 
     if query.shape[1] <= QUERY_BLOCK:
         return run(query, positions)
@@ -74,24 +99,28 @@ def attention(query: Array, positions: Array, old: Slots, new: Slots, call: Call
 
 def _attend(old: Slots, new: Slots, call: Call, query: Array, positions: Array) -> Array:
     (B, T, N, H), (K, S) = query.shape, jax.tree.leaves(old.keys)[0].shape[1:3]
-    wide, kv = jnp.promote_types(query.dtype, jnp.float32), jnp.concatenate([old.positions, new.positions], axis=1)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    kv_positions = jnp.concatenate([old.positions, new.positions], axis=1)
     if callable(call.bias) or isinstance(call.bias, Bias):
-        call = replace(call, bias=bias_between(call.bias, positions, kv))
+        call = replace(call, bias=bias_between(call.bias, positions, kv_positions))
     grouped = query.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
-    scores = jnp.concatenate([_product("bkth,bksh->bkts", grouped, slots.keys, wide) for slots in (old, new)], axis=-1)
-    scores = visible_scores(scores.reshape(B, N, T, -1) * call.scale, call, (positions, kv))
-    weights = softmax(scores, call.sinks).astype(query.dtype).reshape(B, K, -1, kv.shape[1])
-    one = _product("bkts,bksh->bkth", weights[..., :S], old.values, wide)
-    out = one + _product("bkts,bksh->bkth", weights[..., S:], new.values, wide)
+    scores = [_product("bkth,bksh->bkts", grouped, slots.keys, wide) for slots in (old, new)]
+    scores = jnp.concatenate(scores, axis=-1).reshape(B, N, T, -1) * call.scale
+    scores = visible_scores(scores, call, (positions, kv_positions))
+    weights = softmax(scores, call.sinks).astype(query.dtype)
+    weights = weights.reshape(B, K, -1, kv_positions.shape[1])
+    of_old = _product("bkts,bksh->bkth", weights[..., :S], old.values, wide)
+    out = of_old + _product("bkts,bksh->bkth", weights[..., S:], new.values, wide)
     return out.astype(query.dtype).reshape(B, N, T, -1).transpose(0, 2, 1, 3)
 
 
 def _product(spec: str, x: Array, slots: "Array | Int8Slots", dtype) -> Array:
     """x `[B, K, T, n]` times keys or values, in the wider of their precisions."""
     if isinstance(slots, Int8Slots):
-        scale, keys = slots.scale.swapaxes(2, 3), spec.endswith("s")
-        found = _product(spec, x if keys else (x * scale).astype(x.dtype), slots.values.astype(x.dtype), dtype)
-        return found * scale if keys else found
+        scale = slots.scale.swapaxes(2, 3)
+        if spec.endswith("s"):  # of keys
+            return _product(spec, x, slots.values.astype(x.dtype), dtype) * scale
+        return _product(spec, (x * scale).astype(x.dtype), slots.values.astype(x.dtype), dtype)
     small = x.shape[2] <= (FEW_QUERIES if spec.endswith("s") else 1)
     on_gpu = partial(_sums if small else _dot, spec, dtype)
     return lax.platform_dependent(x, slots, cuda=on_gpu, default=partial(_dot, spec, dtype))
@@ -99,13 +128,14 @@ def _product(spec: str, x: Array, slots: "Array | Int8Slots", dtype) -> Array:
 
 def _dot(spec: str, dtype, x: Array, slots: Array) -> Array:
     x = x.astype(jnp.promote_types(x.dtype, slots.dtype))
-    single = x.shape[2] == 1 and x.dtype.itemsize < 4  # XLA:CPU has no kernel for one line of 16 bits
-    found = einsum(spec, jnp.concatenate([x, x], axis=2) if single else x, slots.astype(x.dtype), dtype=dtype)
-    return found[:, :, :1] if single else found
+    if x.shape[2] == 1 and x.dtype.itemsize < 4:  # XLA:CPU has no kernel for one line of 16 bits
+        twice = jnp.concatenate([x, x], axis=2)
+        return einsum(spec, twice, slots.astype(x.dtype), dtype=dtype)[:, :, :1]
+    return einsum(spec, x, slots.astype(x.dtype), dtype=dtype)
 
 
 def _sums(spec: str, dtype, x: Array, slots: Array) -> Array:
-    """The same without a product's kernel, for which XLA:GPU would first write the filled slots to an array."""
+    """The same without a product's kernel, for which XLA:GPU would first copy the filled slots."""
     x, slots = x.astype(dtype), slots.astype(dtype)
     if spec.endswith("s"):
         return jnp.sum(x[:, :, :, None] * slots[:, :, None], axis=-1)
@@ -113,19 +143,28 @@ def _sums(spec: str, dtype, x: Array, slots: Array) -> Array:
 
 
 def widths(S: int) -> list[int]:
-    """How many slots of S decoding may read: multiples of 128, at most 8 of them; as few as hold all tokens are read."""
+    """How many slots of S decoding may read: at most 8 multiples of 128.
+
+    It reads the least that holds all.
+    """
     step = max(128, -(-S // 1024) * 128)
     return [*range(step, S, step), S]
 
 
 def slot_positions(S: int, length: Array) -> Array:
-    """The position of the token in each of S slots, `[B, S]`: position p is in slot p mod S. Negative for an empty slot."""
+    """The position of the token in each of S slots, `[B, S]`; negative for an empty slot.
+
+    Position p is in slot p mod S.
+    """
     newest = length[:, None] - 1
     return newest - (newest - jnp.arange(S)[None]) % S
 
 
 def first_slots(state: Array, new: Array, count: Array) -> Array:
-    """A state `[B, K, S, H]` with the first `count` [B] of new tokens `[B, K, T, H]`; of more than S, the last ones."""
+    """A state `[B, K, S, H]` with the first `count` [B] of new tokens `[B, K, T, H]`.
+
+    Of more than S, it has the last.
+    """
     S, T = state.shape[2], new.shape[2]
     if T > S:
         index = jnp.maximum(slot_positions(S, count), 0)
@@ -134,34 +173,48 @@ def first_slots(state: Array, new: Array, count: Array) -> Array:
 
 
 def write_token(state: Array, new: Array, positions: Array) -> Array:
-    """A state `[B, K, S, H]` with one new token a row, `[B, K, 1, H]`, of these positions `[B, 1]`; -1 writes nothing."""
-    # The slot is empty or has a token that the new one does not see, so it may be written before the state is read: XLA then
-    # keeps one copy of the state, and the TPU's compiler does not fetch the slots that attention leaves out.
+    """A state `[B, K, S, H]` with one new token in each batch row, `[B, K, 1, H]`.
+
+    Their positions are `[B, 1]`; -1 writes nothing.
+    """
+    # The slot is empty or has a token that the new one does not see, so it may be written before
+    # the state is read: XLA then keeps one copy of the state, and the TPU's compiler does not fetch
+    # the slots that attention leaves out.
     if not is_split():
         return _write_token(state, new, positions)
-    rows, heads = mesh_axes("batch", len(state)) or None, mesh_axes("kv_heads", state.shape[1]) or None
-    specs = P(rows, heads), P(rows, heads), P(rows)
-    return jax.shard_map(_write_token, in_specs=specs, out_specs=specs[0], check_vma=False)(state, new, positions)
+    batch = mesh_axes("batch", len(state)) or None
+    heads = mesh_axes("kv_heads", state.shape[1]) or None
+    in_specs = P(batch, heads), P(batch, heads), P(batch)
+    write = jax.shard_map(_write_token, in_specs=in_specs, out_specs=in_specs[0], check_vma=False)
+    return write(state, new, positions)
 
 
 def _write_token(state: Array, new: Array, positions: Array) -> Array:
     K, S, H = state.shape[1:]
-    new = lax.optimization_barrier(new.astype(state.dtype))  # XLA:GPU would make it anew for each row
-    pair = min(2, S)  # of a single slot, the TPU's compiler lays the whole state out anew
-    for row in range(len(state)):  # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
-        slot = positions[row, 0] % S
-        place = (row, 0, jnp.minimum(slot, S - pair), 0)
-        hit = (jnp.arange(pair) == slot - place[2]) & (positions[row] >= 0)
-        old = lax.dynamic_slice(state, place, (1, K, pair, H))
-        state = lax.dynamic_update_slice(state, jnp.where(hit[None, None, :, None], new[row : row + 1], old), place)
+    # XLA:GPU would make it anew for each batch row
+    new = lax.optimization_barrier(new.astype(state.dtype))
+    # to write a single slot, the TPU's compiler would give the whole state another layout
+    pair = min(2, S)
+    # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
+    for b in range(len(state)):
+        slot = positions[b, 0] % S
+        start = (b, 0, jnp.minimum(slot, S - pair), 0)
+        hit = (jnp.arange(pair) == slot - start[2]) & (positions[b] >= 0)
+        old = lax.dynamic_slice(state, start, (1, K, pair, H))
+        written = jnp.where(hit[None, None, :, None], new[b : b + 1], old)
+        state = lax.dynamic_update_slice(state, written, start)
     return state
 
 
 def write_slots(state: Array, new: Array, positions: Array, out: Array) -> Array:
-    """A state `[B, K, S, H]` with new tokens `[B, K, T, H]` of these positions `[B, T]`, -1 for padding; `out` has read it."""
+    """A state `[B, K, S, H]` with new tokens `[B, K, T, H]`.
+
+    Their positions are `[B, T]`, -1 for padding. `out` is what was computed from the state before.
+    """
     B, S = len(state), state.shape[2]
     # that the write depends on `out` tells XLA that it need not copy the state
-    new = (new + jnp.minimum(jnp.abs(out[:, :1, :1, :1]), 0).astype(new.dtype)).astype(state.dtype)
-    kept = (positions >= 0) & (positions > positions.max(axis=1, keepdims=True) - S)
-    slots = jnp.where(kept, positions % S, S)  # outside, where nothing is written
+    zero = jnp.minimum(jnp.abs(out[:, :1, :1, :1]), 0).astype(new.dtype)
+    new = (new + zero).astype(state.dtype)
+    is_stored = (positions >= 0) & (positions > positions.max(axis=1, keepdims=True) - S)
+    slots = jnp.where(is_stored, positions % S, S)  # S is outside, where nothing is written
     return state.at[jnp.arange(B)[:, None], :, slots].set(new.transpose(0, 2, 1, 3), mode="drop")

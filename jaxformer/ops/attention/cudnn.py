@@ -1,5 +1,9 @@
-"""Attention on NVIDIA GPUs by cuDNN, through `jax.nn.dot_product_attention`. Masks that it lacks are refused by name."""
+"""Attention on NVIDIA GPUs by cuDNN, through `jax.nn.dot_product_attention`.
 
+It refuses masks that it lacks.
+"""
+
+import importlib.util
 from typing import Any, Literal
 
 import jax
@@ -9,34 +13,46 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import Mask, rules
 from jaxformer.ops.attention.blocks import padded
-from jaxformer.ops.attention.call import Call, parts, refuse, share
+from jaxformer.ops.attention.call import Call, device_count, refuse, share
+from jaxformer.ops.attention.kernel import Kernel
 from jaxformer.ops.attention.splash import band
+from jaxformer.sharding import platform
 
 
 def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
-    """softmax(mask(query key^T * scale + bias)) value by cuDNN's fused kernel, in bfloat16 or float16.
+    """softmax(mask(query key^T * scale + bias)) value by cuDNN's fused kernel, in 16 bits.
 
-    Masks: `full`, and with as many queries as keys `causal` and `window(l)`; each also `& lengths(q, kv)`.
+    Masks: `full`, and with as many queries as keys `causal` and `window(l)`; each also `&
+    lengths(q, kv)`. Raises NotImplementedError for what `refuses` and `refuses_on_mesh` name.
     """
     refuse("cudnn", refuses(query, key, value, call))
+    refuse("cudnn", refuses_on_mesh(query, key))
     (B, T), (S, K) = query.shape[:2], key.shape[1:3]
-    planned, split, bias = plan(call.mask, T, S), share(B, T, K), call.bias
+    planned = plan(call.mask, T, S)
     assert not isinstance(planned, str)  # `refuses` would have named it
-    if split.length is not None:
-        refuse("cudnn", f"queries split over mesh.context={parts(split.length)}", "ring")
-    lengths = {k: jnp.broadcast_to(v, B) for k, v in planned.items() if k.endswith("seq_lengths")}
+    split = share(B, T, K)
+    bias = call.bias
+    names = [name for name in planned if name.endswith("seq_lengths")]
+    lengths = {name: jnp.broadcast_to(planned[name], B) for name in names}
     shape = (1, 1) if bias is None else bias.shape[:2]
-    bias_spec = P(*(axes if n > 1 else None for n, axes in zip(shape, (split.batch, split.heads), strict=True)))
+    axes = zip(shape, (split.batch, split.heads), strict=True)
+    bias_spec = P(*(entry if size > 1 else None for size, entry in axes))
 
     def here(query, key, value, bias, lengths):
-        return run(query, key, value, bias=bias, scale=call.scale, planned=planned | lengths, implementation="cudnn")
+        planned_here = planned | lengths
+        scale = call.scale
+        return run(query, key, value, bias, scale, planned=planned_here, implementation="cudnn")
 
-    return split.run(here, (*[split.spec] * 3, bias_spec, P(split.batch)), split.spec, query, key, value, bias, lengths)
+    in_specs = *[split.spec] * 3, bias_spec, P(split.batch)
+    return split.run(here, in_specs, split.spec, query, key, value, bias, lengths)
 
 
-def refuses(query, key, value, call: Call) -> str | None:
-    """What of a call cuDNN cannot compute, in a few words; None: it can compute it. Looks at shapes and types only."""
-    (T, H), S, bias = (query.shape[1], query.shape[3]), key.shape[1], call.bias
+def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
+    """What of a call cuDNN cannot compute, in a few words, on one device.
+
+    Looks at shapes and types only.
+    """
+    T, H = query.shape[1], query.shape[3]
     if call.dropout_seed is not None:
         return "dropout of ours"  # cuDNN draws its own bits
     for name in ("softcap", "sinks"):
@@ -50,27 +66,50 @@ def refuses(query, key, value, call: Call) -> str | None:
         return f"values {value.shape[3]} wide beside keys {H} wide"
     if H % 8 or _widest() < H:
         return f"head width {H} (a multiple of 8, at most {_widest()} on this GPU)"
-    planned = plan(call.mask, T, S)
+    planned = plan(call.mask, T, key.shape[1])
     if isinstance(planned, str):
         return planned
-    if bias is not None:
-        if not hasattr(bias, "dtype"):
-            return "bias that is a function"
-        if bias.dtype != query.dtype:
-            return f"{bias.dtype} bias beside {query.dtype} queries"
-        if "local_window_size" in planned:
-            return "bias with a window"
-    return None
+    if call.bias is None:
+        return None
+    if not hasattr(call.bias, "dtype"):
+        return "bias that is a function"
+    if call.bias.dtype != query.dtype:
+        return f"{call.bias.dtype} bias beside {query.dtype} queries"
+    return "bias with a window" if "local_window_size" in planned else None
+
+
+def refuses_on_mesh(query: Array, key: Array) -> str | None:
+    """What of a call cuDNN cannot compute on the mesh of `jax.set_mesh`."""
+    B, T = query.shape[:2]
+    devices = device_count(share(B, T, key.shape[2]).length)
+    return None if devices == 1 else f"queries split over mesh.context={devices}"
+
+
+def not_installed() -> str | None:
+    """What is missing here, of a program for a GPU that is not of this process."""
+    if platform() == jax.default_backend():
+        return None
+    if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn"):
+        return None
+    return "cuDNN on this machine to compile for a GPU with: pip install 'jax[cuda13]'"
+
+
+def _refuses_here(query: Array, key: Array, value: Array, call: Call) -> str | None:
+    return refuses(query, key, value, call) or refuses_on_mesh(query, key) or not_installed()
+
+
+CUDNN = Kernel("cudnn", attention, _refuses_here, platforms=("gpu",))
 
 
 def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
-    """The keywords of `jax.nn.dot_product_attention` that give `mask`, or in a few words what of it they cannot give."""
+    """The keywords of `jax.nn.dot_product_attention` for a mask, or what of it they cannot give."""
     if not isinstance(mask.offset, int | None):
         return "mask at an offset that is an array"
     if T == 0 or S == 0:
         return "empty queries or keys"
-    offset, parts = mask.first(T, S), mask.conjuncts()
-    ends = band(*(part for part in parts if part.rule is not rules.lengths))
+    offset = mask.first(T, S)
+    conjuncts = mask.conjuncts()
+    ends = band(*(conjunct for conjunct in conjuncts if conjunct.rule is not rules.lengths))
     if ends is None:
         return f"mask {mask}"
     left, right = ends
@@ -78,18 +117,21 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
         right = None  # the first query sees the last key
     if left is not None and T - 1 + offset - left <= 0:
         left = None  # the last query sees the first key
-    planned = {}
+    planned: dict[str, Any] = {}
     if left is not None or right is not None:
         if right != 0:
             return f"mask {mask} that is not causal"
         if T != S or offset != 0:
             start = f"{T} queries from position {offset} on and {S} keys"
             return f"mask {mask} for {start}: cuDNN's start in the top left corner"
-        planned = {"is_causal": True} | ({} if left is None else {"local_window_size": (left, 0)})
-    limits = [part.arrays for part in parts if part.rule is rules.lengths]
+        planned["is_causal"] = True
+        if left is not None:
+            planned["local_window_size"] = left, 0
+    limits = [conjunct.arrays for conjunct in conjuncts if conjunct.rule is rules.lengths]
     if not limits:
         return planned
-    q_length, kv_length = jnp.full(1, T), jnp.full(1, S)  # of queries that see a key, and of keys, at least 1: [B] or [1]
+    # [B] or [1]: of queries that see a key, and of keys, at least 1
+    q_length, kv_length = jnp.full(1, T), jnp.full(1, S)
     for q, kv in limits:
         q_length = q_length if q is None else jnp.minimum(q_length, q - offset)
         kv_length = kv_length if kv is None else jnp.minimum(kv_length, kv)
@@ -100,10 +142,20 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     return planned | {name: length.astype(jnp.int32) for name, length in lengths.items()}
 
 
-def run(query, key, value, *, bias, scale: float, planned: dict[str, Any], implementation: Literal["cudnn", "xla"]) -> Array:
-    """The planned call by "cudnn", or by "xla" on any platform and in any type, with the same result."""
+def run(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    scale: float,
+    *,
+    planned: dict[str, Any],
+    implementation: Literal["cudnn", "xla"],
+) -> Array:
+    """The planned call by "cudnn", or by "xla" on any platform and in any type: the same result."""
     (B, T), S = query.shape[:2], key.shape[1]
-    planned = {k: jnp.broadcast_to(v, B) if k.endswith("seq_lengths") else v for k, v in planned.items()}
+    lengths = [name for name in planned if name.endswith("seq_lengths")]
+    planned = planned | {name: jnp.broadcast_to(planned[name], B) for name in lengths}
     visible = planned.get("query_seq_lengths")
     if visible is not None:  # cuDNN does not document a row without queries
         planned["query_seq_lengths"] = jnp.maximum(visible, 1)
@@ -113,14 +165,21 @@ def run(query, key, value, *, bias, scale: float, planned: dict[str, Any], imple
         bias = padded(padded(jnp.broadcast_to(bias, (*bias.shape[:2], T, S)), 2, 2), 3, 2)
     # jax 0.10.2 has cuDNN's backward pass for even lengths alone
     query, key, value = (padded(x, 1, 2) for x in (query, key, value))
-    out = jax.nn.dot_product_attention(query, key, value, bias, scale=scale, implementation=implementation, **planned)
-    out = out[:, :T]
-    return out if visible is None else jnp.where((jnp.arange(T)[None] < visible[:, None])[:, :, None, None], out, 0)
+    options: Any = dict(scale=scale, implementation=implementation, **planned)
+    out = jax.nn.dot_product_attention(query, key, value, bias, **options)[:, :T]
+    if visible is None:
+        return out
+    sees_a_key = jnp.arange(T)[None] < visible[:, None]
+    return jnp.where(sees_a_key[:, :, None, None], out, 0)
 
 
 def _widest() -> int:
-    """The largest head width on the mesh's GPUs, or on this process's: 256 from Hopper (compute capability 9) on, else 128."""
+    """The largest head width on the mesh's GPUs, or on this process's.
+
+    It is 256 from Hopper (compute capability 9) on, else 128.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and device.platform != jax.default_backend():  # a GPU that is not here
-        return 256 if any(name in device.device_kind for name in ("H100", "H200", "GH200", "B200", "B300")) else 128
+        hopper_or_later = "H100", "H200", "GH200", "B200", "B300"
+        return 256 if any(name in device.device_kind for name in hopper_or_later) else 128
     return 256 if float(getattr(jax.local_devices()[0], "compute_capability", 0)) >= 9 else 128

@@ -13,45 +13,60 @@ from jax.sharding import PartitionSpec as P
 
 from jaxformer.masks import EMPTY, FAR, FULL, PARTIAL, Mask, full, rules
 from jaxformer.ops.attention.blocks import padded
-from jaxformer.ops.attention.call import Call, Share, parts, refuse, share
+from jaxformer.ops.attention.call import Call, Share, device_count, refuse, share
+from jaxformer.ops.attention.kernel import Kernel
 
-# A sink without weight: exp(-1e38 - s) is 0 for any score s. With it, a query that sees no key divides 0 by 1. Without it
-# the kernel would divide by the number of hidden keys, whose score is -2.4e38, or by 0.
+# A sink without weight: exp(-1e38 - s) is 0 for any score s. With it, a query that sees no key
+# divides 0 by 1. Without it the kernel would divide by the number of hidden keys, whose score is
+# -2.4e38, or by 0.
 NO_SINK = -1e38
 HIDDEN = np.iinfo(np.int32).min  # the segment of keys that nobody sees
-PAIR = (np.zeros(1, np.int32), np.zeros(1, np.int32))  # one query and one key, to look at what shape a mask has
+# one query and one key, to look at what shape a mask has
+PAIR = (np.zeros(1, np.int32), np.zeros(1, np.int32))
 
 
 def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
-    """softmax(mask(softcap(query key^T * scale))) value, computed in the blocks that the mask leaves, forward and backward.
+    """softmax(mask(softcap(query key^T * scale))) value, in the blocks that the mask leaves.
 
-    On every platform but a TPU the kernel runs as ordinary JAX, slowly; that is decided when the program is lowered, so that a
-    CPU can compile for a TPU. 16-bit queries are rounded again after they are scaled. Differentiable once.
+    On every platform but a TPU the kernel runs as ordinary JAX, slowly; that is decided when the
+    program is lowered, so that a CPU can compile for a TPU. 16-bit queries are rounded again after
+    they are scaled. Differentiable once. Raises NotImplementedError for what `refuses` and
+    `refuses_on_mesh` name.
     """
     refuse("splash", refuses(query, key, value, call))
+    refuse("splash", refuses_on_mesh(query, key, value))
     (B, T, N, H), S = query.shape, key.shape[1]
     width, split = max(H, value.shape[-1]), share(B, T, key.shape[2])
-    block = _query_block(T, width, parts(split.length)), block_size(S, width)
-    dynamic = [part for part in call.mask.conjuncts() if not part.static]
-    static = reduce(and_, [part for part in call.mask.conjuncts() if part.static] or [full()]).at(call.mask.first(T, S))
+    query_block = _query_block(T, width, device_count(split.length))
+    assert query_block is not None  # `refuses_on_mesh` would have named it
+    block = query_block, block_size(S, width)
+    dynamic = [conjunct for conjunct in call.mask.conjuncts() if not conjunct.static]
+    static = [conjunct for conjunct in call.mask.conjuncts() if conjunct.static] or [full()]
+    static = reduce(and_, static).at(call.mask.first(T, S))
     tables = _tables(static, N, T, S, block)
     if B == 0 or not any(table.blocks.any() for table in tables):
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
     ids = _segment_ids(dynamic, static.offset + np.arange(T), B, S, block) if dynamic else None
     scaled = (query.astype(jnp.float32) * call.scale).astype(query.dtype)
-    whole = (padded(x, 1, size) for x, size in ((scaled, block[0]), (key, block[1]), (value, block[1])))
-    sinks = jnp.full((B, N), NO_SINK) if call.sinks is None else _by_row(B, call.sinks)
+    sizes = (scaled, block[0]), (key, block[1]), (value, block[1])
+    whole_blocks = (padded(x, 1, size) for x, size in sizes)
+    sinks = jnp.full((B, N), NO_SINK) if call.sinks is None else _by_batch_row(B, call.sinks)
     kernel, kernel_spec = _kernel(tables, block, call.softcap, split)
     run = partial(jax.lax.platform_dependent, tpu=partial(_run, False), default=partial(_run, True))
-    by_head, gathered = P(split.batch, split.heads, split.length), P(split.batch, split.heads)
+    by_head = P(split.batch, split.heads, split.length)
+    gathered = P(split.batch, split.heads)
     ids_spec = None if ids is None else (P(split.batch, split.length), P(split.batch))
     in_specs = kernel_spec, by_head, gathered, gathered, gathered, ids_spec
-    out = split.run(run, in_specs, by_head, kernel, *(x.swapaxes(1, 2) for x in whole), sinks, ids)
+    arrays = *(x.swapaxes(1, 2) for x in whole_blocks), sinks, ids
+    out = split.run(run, in_specs, by_head, kernel, *arrays)
     return out.swapaxes(1, 2)[:, :T]
 
 
-def refuses(query, key, value, call: Call) -> str | None:
-    """What of a call splash cannot compute, in a few words; None: it can compute it. Looks at shapes and types only."""
+def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
+    """What of a call splash cannot compute, in a few words, on one device.
+
+    Looks at shapes and types only.
+    """
     if call.bias is not None:
         return "bias"
     if call.dropout_seed is not None:
@@ -62,31 +77,57 @@ def refuses(query, key, value, call: Call) -> str | None:
         return str(query.dtype)
     if not isinstance(call.mask.offset, int | None):
         return "mask at an offset that is an array"
-    for part in call.mask.conjuncts():
-        if not part.static and part.rule not in (rules.segments, rules.lengths):
-            return f"mask {part} (with arrays: segments and lengths alone, joined by &)"
-        if part.static and (isinstance(pair := _visible(part, *PAIR), jax.core.Tracer) or len(pair) > 1):
-            return f"mask {part} whose rule reads arrays"
-    segments = [part for part in call.mask.conjuncts() if part.rule is rules.segments]
+    conjuncts = call.mask.conjuncts()
+    for conjunct in conjuncts:
+        if conjunct.static:
+            pair = _visible(conjunct, *PAIR)
+            if isinstance(pair, jax.core.Tracer) or len(pair) > 1:
+                return f"mask {conjunct} whose rule reads arrays"
+        elif conjunct.rule not in (rules.segments, rules.lengths):
+            return f"mask {conjunct} (with arrays: segments and lengths alone, joined by &)"
+    segments = [conjunct for conjunct in conjuncts if conjunct.rule is rules.segments]
     return "second mask of segments" if len(segments) > 1 else None
 
 
+def refuses_on_mesh(query: Array, key: Array, value: Array) -> str | None:
+    """What of a call splash cannot compute on the mesh of `jax.set_mesh`."""
+    B, T, _, H = query.shape
+    devices = device_count(share(B, T, key.shape[2]).length)
+    if _query_block(T, max(H, value.shape[-1]), devices) is not None:
+        return None
+    return f"{T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128)"
+
+
+def _refuses_here(query: Array, key: Array, value: Array, call: Call) -> str | None:
+    return refuses(query, key, value, call) or refuses_on_mesh(query, key, value)
+
+
+SPLASH = Kernel("splash", attention, _refuses_here, platforms=("tpu",))
+
+
+# The cost model of block sizes
 def block_size(length: int, head_width: int) -> int:
-    """Rows of a block: a multiple of 128 (the TPU's lanes) that pads `length` least, at most 512 (256 for wide heads)."""
-    # the on-chip memory holds a block of each operand twice and some float32 squares of scores: 512 x 512 x 4 B = 1 MB
+    """Queries or keys of a block: a multiple of 128 (the TPU's lanes) that pads `length` least.
+
+    At most 512, and 256 for wide heads: the on-chip memory holds a block of each operand twice and
+    some float32 squares of scores, 512 x 512 x 4 B = 1 MB.
+    """
     most = 512 if head_width <= 256 else 256
     count = max(1, -(-length // most))
     return -(-max(1, length) // (count * 128)) * 128
 
 
-def _query_block(T: int, head_width: int, devices: int) -> int:
-    """The rows of a block where queries are split among devices, which do not pad."""
+def _query_block(T: int, head_width: int, devices: int) -> int | None:
+    """The queries of a block where they are split among devices, which do not pad.
+
+    None: no size fits.
+    """
     if devices == 1:
         return block_size(T, head_width)
-    fit = [b for b in (512, 384, 256, 128) if T // devices % b == 0 and b <= block_size(b, head_width)]
-    if not fit:
-        refuse("splash", f"{T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128)", "ring")
-    return fit[0]
+    for block in (512, 384, 256, 128):
+        if T // devices % block == 0 and block <= block_size(block, head_width):
+            return block
+    return None
 
 
 def _tables(mask: Mask, N: int, T: int, S: int, block: tuple[int, int]) -> list[Any]:
@@ -95,8 +136,12 @@ def _tables(mask: Mask, N: int, T: int, S: int, block: tuple[int, int]) -> list[
     if count not in (1, N):
         raise ValueError(f"splash: a mask for {count} heads and queries of {N}: {mask}")
     heads = [_for_head(mask, n) for n in range(N)]
-    blocks = {m: m.blocks(T, S, block) for m in set(heads)}
-    return [_table(m, n if _heads(m) > 1 else 0, T, S, block, blocks[m]) for n, m in enumerate(heads)]
+    kinds = {each: each.blocks(T, S, block) for each in set(heads)}
+    tables = []
+    for n, each in enumerate(heads):
+        head = n if _heads(each) > 1 else 0
+        tables.append(_table(each, head, T, S, block, kinds[each]))
+    return tables
 
 
 def _visible(mask: Mask, q_positions: np.ndarray, kv_positions: np.ndarray):
@@ -111,19 +156,35 @@ def _heads(mask: Mask) -> int:
 
 
 def _for_head(mask: Mask, head: int) -> Mask:
-    """`by_head` replaced by its part for one head."""
-    if mask.rule is rules.by_head and all(_heads(part) == 1 for part in mask.parts):
+    """`by_head` replaced by its mask for one head."""
+    if mask.rule is rules.by_head and all(_heads(each) == 1 for each in mask.parts):
         return replace(_for_head(mask.parts[head], head), offset=mask.offset)
     if mask.rule not in (rules.and_, rules.or_, rules.not_):
-        return mask  # a user's rule may combine the heads of its parts in any way
-    parts = tuple(_for_head(part, head) for part in mask.parts)
-    return replace(reduce(and_, parts), offset=mask.offset) if mask.rule is rules.and_ else replace(mask, parts=parts)
+        return mask  # a user's rule may combine the heads of its masks in any way
+    operands = tuple(_for_head(each, head) for each in mask.parts)
+    if mask.rule is rules.and_:
+        return replace(reduce(and_, operands), offset=mask.offset)
+    return replace(mask, parts=operands)
 
 
-def _segment_ids(dynamic: list[Mask], q_positions: np.ndarray, B: int, S: int, block) -> tuple[Array, Array]:
-    """Ids `[B, T]`, `[B, S]`, padded: a query sees the keys with its id. Queries that see nothing have id 0."""
-    sides = zip(rules.segment_ids(dynamic, q_positions, np.arange(S)), block, strict=True)
-    q_ids, kv_ids = (padded(jnp.broadcast_to(ids, (B, ids.shape[1])), 1, size).astype(jnp.int32) for ids, size in sides)
+def _segment_ids(
+    dynamic: list[Mask],
+    q_positions: np.ndarray,
+    B: int,
+    S: int,
+    block: tuple[int, int],
+) -> tuple[Array, Array]:
+    """Ids `[B, T]`, `[B, S]`, padded: a query sees the keys with its id.
+
+    Queries that see nothing have id 0.
+    """
+
+    def whole_blocks(ids, size):
+        return padded(jnp.broadcast_to(ids, (B, ids.shape[1])), 1, size).astype(jnp.int32)
+
+    q_ids, kv_ids = rules.segment_ids(dynamic, q_positions, np.arange(S))
+    q_ids = whole_blocks(q_ids, block[0])
+    kv_ids = whole_blocks(kv_ids, block[1])
     return q_ids, jnp.where(kv_ids == 0, HIDDEN, kv_ids)
 
 
@@ -133,16 +194,21 @@ def _kernel(tables, block: tuple[int, int], softcap, split: Share) -> tuple[Any,
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
     q, kv = block
-    sizes = kernels.BlockSizes(block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv)
+    sizes = kernels.BlockSizes(
+        block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv
+    )  # fmt: skip
     kernel = kernels.make_splash_mha(
-        MultiHeadMask(tables), block_sizes=sizes, attn_logits_soft_cap=softcap, residual_checkpoint_name="attention",
-        head_shards=parts(split.heads), q_seq_shards=parts(split.length),
+        MultiHeadMask(tables), block_sizes=sizes, attn_logits_soft_cap=softcap,
+        residual_checkpoint_name="attention", head_shards=device_count(split.heads),
+        q_seq_shards=device_count(split.length),
     )  # fmt: skip
     if not split.manual:
         return kernel, None
+    # without axis types: a pipeline has manual axes
     mesh = jax.sharding.get_abstract_mesh()
-    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)  # without axis types: a pipeline has manual axes
-    return kernel, kernel.manual_sharding_spec(jax.sharding.NamedSharding(mesh, P(split.heads, split.length)))
+    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    sharding = jax.sharding.NamedSharding(mesh, P(split.heads, split.length))
+    return kernel, kernel.manual_sharding_spec(sharding)
 
 
 def _run(interpret: bool, kernel, query, key, value, sinks, ids) -> Any:
@@ -158,48 +224,63 @@ def _run(interpret: bool, kernel, query, key, value, sinks, ids) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_row(B: int, sinks):
-    """The sinks [N] as float32 [B, N]. The kernel's gradient has the type of its values; here it is summed in float32."""
-    return jnp.broadcast_to(jnp.clip(sinks.astype(jnp.float32), NO_SINK, -NO_SINK), (B, sinks.shape[0]))
+def _by_batch_row(B: int, sinks):
+    """The sinks [N] as float32 [B, N].
+
+    The kernel's gradient has the type of its values; here it is summed in float32.
+    """
+    finite = jnp.clip(sinks.astype(jnp.float32), NO_SINK, -NO_SINK)
+    return jnp.broadcast_to(finite, (B, sinks.shape[0]))
 
 
-_by_row.defvjp(
-    lambda B, sinks: (_by_row(B, sinks), jnp.zeros(0, sinks.dtype)),
-    lambda B, like, g: (jnp.sum(g.astype(jnp.float32), axis=0).astype(like.dtype),),
-)
+def _by_batch_row_forward(B: int, sinks):
+    return _by_batch_row(B, sinks), jnp.zeros(0, sinks.dtype)
+
+
+def _by_batch_row_backward(B: int, like_sinks, g):
+    return (jnp.sum(g.astype(jnp.float32), axis=0).astype(like_sinks.dtype),)
+
+
+_by_batch_row.defvjp(_by_batch_row_forward, _by_batch_row_backward)
 
 
 def _table(mask: Mask, head: int, T: int, S: int, block: tuple[int, int], blocks: np.ndarray):
-    """One head's static mask as a kernel mask: a band of keys is computed there, any other mask read from a table."""
+    """One head's static mask as a kernel mask: a band is computed, another one read from a table."""
     Table, Computed = _kinds()
     shape = T + -T % block[0], S + -S % block[1]
     ends = band(*mask.conjuncts())
     # the computed mask does not know S: only padded queries may reach the padded keys
-    inside = ends is not None and (shape[1] == S or (ends[1] is not None and T - 1 + mask.offset + ends[1] < S))
+    inside = ends is not None and shape[1] == S
+    if ends is not None and ends[1] is not None:
+        inside = inside or T - 1 + mask.offset + ends[1] < S
     kind = Computed if inside and (blocks == PARTIAL).any() else Table
     return kind(mask, head, S, block, shape, blocks)
 
 
 def band(*conjuncts: Mask) -> tuple[int | None, int | None] | None:
-    """(l, r) if these masks together show the keys i - l to i + r (None: no end); None for any other mask."""
+    """(l, r) if these masks together show the keys i - l to i + r (None: no end); else None."""
     lefts, rights = [], []
-    for part in conjuncts:
-        if part.rule is rules.causal:
+    for mask in conjuncts:
+        if mask.rule is rules.causal:
             rights.append(0)
-        elif part.rule is rules.window:
-            left, right, *dilation = part.args
+        elif mask.rule is rules.window:
+            left, right, *dilation = mask.args
             if any(d != 1 for d in dilation):
                 return None
-            lefts.append(min(left, FAR))  # kernels add these to positions, in 32 bits
+            # kernels add these to positions, in 32 bits
+            lefts.append(min(left, FAR))
             rights.append(min(right, FAR))
-        elif part.rule is not rules.full:
+        elif mask.rule is not rules.full:
             return None
     return min(lefts, default=None), min(rights, default=None)
 
 
 @cache
 def _kinds():
-    """Two kinds of kernel masks that know which blocks are EMPTY or FULL. The import takes 0.3 s."""
+    """Two kinds of kernel masks that know which blocks are EMPTY or FULL.
+
+    The import takes 0.3 s.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as theirs
 
     @dataclass(frozen=True)
@@ -221,8 +302,9 @@ def _kinds():
             kind = self.blocks[q.start // self.block[0], kv.start // self.block[1]]
             if kind == EMPTY or (kind == FULL and kv.stop <= self.kv_length):
                 return np.full(size, kind == FULL)
-            q_positions, kv_positions = (np.arange(x.start, x.stop, dtype=np.int32) for x in (q, kv))
-            visible = _visible(self.mask, self.mask.offset + q_positions, kv_positions)[0, self.head]
+            q_positions = self.mask.offset + np.arange(q.start, q.stop, dtype=np.int32)
+            kv_positions = np.arange(kv.start, kv.stop, dtype=np.int32)
+            visible = _visible(self.mask, q_positions, kv_positions)[0, self.head]
             return np.broadcast_to(visible, size) & (kv_positions < self.kv_length)[None]
 
     class Computed(Table):

@@ -236,11 +236,11 @@ def test_an_infinite_sink_is_a_very_large_one(implementation, dtype):
 
 
 @pytest.mark.thorough_after(10)
-@pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise", "ring", "splash", None])
+@pytest.mark.parametrize("implementation", ["reference", "query_blocked", "blockwise", "ring", "splash", None])
 @pytest.mark.parametrize(("B", "T", "S"), [(2, 3, 0), (2, 0, 3), (2, 0, 0), (0, 3, 3)])
 def test_no_rows_queries_or_keys_give_zeros_and_no_gradient(B, T, S, implementation):
     arrays = [jnp.ones(shape) for shape in ((B, T, 2, 3), (B, S, 1, 3), (B, S, 1, 2), (B, 2, T, S))]
-    takes_bias = implementation not in ("rows", "splash")
+    takes_bias = implementation not in ("query_blocked", "splash")
 
     def f(query, key, value, bias, sinks):
         options = dict(mask=masks.causal(), sinks=sinks, implementation=implementation)
@@ -253,7 +253,7 @@ def test_no_rows_queries_or_keys_give_zeros_and_no_gradient(B, T, S, implementat
 
 
 @pytest.mark.thorough_after(6)
-@pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise"])
+@pytest.mark.parametrize("implementation", ["reference", "query_blocked", "blockwise"])
 @pytest.mark.parametrize("narrow", ["query", "key", "value"])
 def test_gradients_have_the_types_of_their_arrays(narrow, implementation):
     """One array of 16 bits beside two of 64: scores are float64 where either the query or the key is."""

@@ -272,7 +272,7 @@ reference = jax.jit(gradients("reference"))  # one for all, compiled once for eq
 
 
 @pytest.mark.thorough_after(1)
-@pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise"])
+@pytest.mark.parametrize("implementation", ["reference", "query_blocked", "blockwise"])
 def test_under_every_transformation(implementation):
     arrays = random_arrays()
     expected = reference(*arrays)
@@ -299,7 +299,7 @@ def test_without_jit(implementation):
 
 
 @pytest.mark.thorough_after(4)
-@pytest.mark.parametrize("implementation", ["reference", "rows", "blockwise"])
+@pytest.mark.parametrize("implementation", ["reference", "query_blocked", "blockwise"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 def test_on_meshes(kind, implementation):
     """Batch and heads sharded over 4 x 2 devices: the compiler's sharding, sharding in types, and shard_map."""
@@ -329,7 +329,7 @@ def test_the_choice_is_made_by_length_and_said_once(caplog):
 
 def test_what_no_kernel_has_is_refused_by_name():
     arrays = random_arrays()
-    with pytest.raises(NotImplementedError, match=r"blockwise: has no weights.*reference"):
+    with pytest.raises(NotImplementedError, match=r"blockwise: no weights.*reference"):
         attention(*arrays, implementation="blockwise", return_weights=True)
     with pytest.raises(NotImplementedError, match=r"'flash'.*blockwise"):
         attention(*arrays, implementation="flash")

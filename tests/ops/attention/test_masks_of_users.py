@@ -15,9 +15,10 @@ import pytest
 
 from jaxformer import masks, ops, zoo
 from jaxformer.masks import Mask, rules
-from jaxformer.ops.attention import blocks, blockwise, cached, cudnn, ring, rows, splash
+from jaxformer.ops.attention import blocks, blockwise, cached, cudnn, query_blocked, ring, splash
 from jaxformer.ops.attention.call import Call
-from jaxformer.ops.attention.reference import reference
+from jaxformer.ops.attention.kernel import never_refuses
+from jaxformer.ops.attention.reference import REFERENCE, reference
 
 T, N = 8, 2
 # float32 sums of 8 terms of order one
@@ -119,21 +120,25 @@ EXACT = {
     "ops.attention.blockwise.attention": called(blockwise.attention),
     "ops.attention.cached.attention": by_cache,
     "ops.attention.cudnn.attention": by_cudnn,
+    "ops.attention.query_blocked.attention": called(query_blocked.attention),
     "ops.attention.ring.attention": called(ring.attention),
-    "ops.attention.rows.attention": called(rows.attention),
+    "ops.attention.ring.blockwise_or_ring": called(ring.blockwise_or_ring),
     "ops.attention.splash.attention": by_splash,
     "ops.attention.attention": partial(ops.attention, implementation="blockwise"),
+    "ops.attention.reference.attention": called(REFERENCE.attention),
     "ops.attention.reference.reference": softmax_of_reference,
 }
 OTHERS = {
     "ops.attention.blocks.choose_grid": lambda mask: astuple(blocks.choose_grid(mask, 64, 64, N)),
     "ops.attention.blocks.find_visits": lambda mask: blocks.find_visits(mask, blocks.Grid(T, T, 4, 4, 4)),
+    "ops.attention.kernel.never_refuses": lambda mask: never_refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.cudnn.plan": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.cudnn.refuses": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),
-    "ops.attention.rows.is_cheaper": lambda mask: rows.is_cheaper(QUERY, KEY, Call(mask)),
-    "ops.attention.rows.leaves_out": lambda mask: rows.leaves_out(QUERY, KEY, Call(mask)),
-    "ops.attention.rows.refuses": lambda mask: rows.refuses(Call(mask)),
+    "ops.attention.query_blocked.is_cheaper": lambda mask: query_blocked.is_cheaper(QUERY, KEY, Call(mask)),
+    "ops.attention.query_blocked.leaves_out": lambda mask: query_blocked.leaves_out(QUERY, KEY, Call(mask)),
+    "ops.attention.query_blocked.query_blocks": lambda mask: query_blocked.query_blocks(QUERY, KEY, Call(mask)),
+    "ops.attention.query_blocked.refuses": lambda mask: query_blocked.refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
     "ops.attention.reference.second_gradients": lambda mask: exact(gradient_of_gradients, mask),
     "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),

@@ -239,17 +239,17 @@ def test_zigzag_gives_every_device_the_same_work(devices):
     work = np.zeros((devices, devices), int)
     for starts, _ in made.visits.values():
         counts = np.diff(starts).reshape(-1, devices)
-        work += np.stack([counts[rows].sum(0) for rows in made.rows])
+        work += np.stack([counts[blocks].sum(0) for blocks in made.query_blocks])
     turns = np.array([[work[d, (d - t) % devices] for t in range(devices)] for d in range(devices)])
     assert made.zigzag and (turns == turns[0]).all() and turns.sum() == 16 * 17 // 2
-    assert sorted(made.rows.ravel()) == list(range(16)) and not plan(masks.full(), devices).zigzag
+    assert sorted(made.query_blocks.ravel()) == list(range(16)) and not plan(masks.full(), devices).zigzag
 
 
 @pytest.mark.thorough
 def test_pairs_of_devices_that_see_nothing_of_each_other_are_not_computed():
     """A local mask over 8 devices needs its neighbours: begins one place on, makes 2 turns more, and most pairs are idle."""
     made = plan(masks.window(4, 4), 8)
-    assert (made.first, made.turns, made.zigzag) == (7, 3, False) and made.busy.sum() == 3 * 8 - 2
+    assert (made.first_round, made.round_count, made.zigzag) == (7, 3, False) and made.busy.sum() == 3 * 8 - 2
     poisoned = tuple(x.at[:, 4:12].set(jnp.nan) if x.shape[2] == K else x for x in ARRAYS)  # keys of devices 1 and 2
     mask = CAUSAL & masks.window(2)
     with jax.set_mesh(make_mesh(Mesh(context=8))):
