@@ -1,5 +1,7 @@
 """Exact attention: what users of other projects saw go wrong with kernels, their gradients and their options."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -7,6 +9,10 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, ops
+from jaxformer.ops.attention import Call, Kernel, check_kernel
+from jaxformer.ops.attention.kernel import never_refuses
+from jaxformer.ops.attention.kernel_check import Case
+from jaxformer.ops.attention.reference import reference
 
 KERNELS = "reference", "query_blocked", "blockwise"
 
@@ -363,3 +369,104 @@ def test_a_ring_with_packed_rows():
             q, k, v, mask
         )
     np.testing.assert_allclose(out, plain, atol=3e-6)
+
+
+# Kernels of users, through `Kernel` and `check_kernel`
+
+
+def users_kernel(change):
+    """The reference as a kernel of a user's, of a call that `change` made from the one asked for."""
+
+    def attention(query, key, value, call):
+        return reference(*change(query, key, value, call))[0]
+
+    return Kernel("users", attention, never_refuses)
+
+
+@pytest.mark.report(
+    "huggingface/transformers#41010",
+    "huggingface/transformers#38750",
+    "huggingface/transformers#39547",
+    right="a kernel that is named and cannot compute a call is an error; another takes its place only where a tuple says so",
+)
+@pytest.mark.parametrize("asks", ["weights", "bias", "softcap"])
+def test_no_other_kernel_takes_the_place_of_the_one_that_is_asked_for(asks):
+    q, k, v = heads()
+    mine = Kernel("mine", users_kernel(lambda *call: call).attention, lambda q, k, v, call: ", ".join(call.extras()) or None)
+    options = {
+        "weights": dict(return_weights=True),
+        "bias": dict(bias=normal(4, 1, 4, 9, 9)),
+        "softcap": dict(softcap=2.0),
+    }[asks]
+    with pytest.raises(NotImplementedError, match=f"mine: no {asks}"):
+        ops.attention(q, k, v, mask=masks.causal(), implementation=mine, **options)
+    first, second = (
+        ops.attention(q, k, v, mask=masks.causal(), implementation=order, **options)
+        for order in ((mine, "reference"), "reference")
+    )
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.thorough
+@pytest.mark.report(
+    "jax-ml/jax#27224",
+    "jax-ml/jax#24491",
+    "OpenNLPLab/lightning-attention#28",
+    right="a kernel whose last, shorter block is not computed is found by check_kernel, which has lengths of 127 and 129",
+)
+def test_a_kernel_that_forgets_the_last_shorter_block_is_found():
+    def whole_blocks(query, key, value, call):
+        S = key.shape[1] // 64 * 64
+        first = call.mask.first(query.shape[1], key.shape[1])
+        return query, key[:, :S], value[:, :S], replace(call, mask=call.mask.at(first))
+
+    kernel = users_kernel(whole_blocks)
+    assert not check_kernel(kernel, cases=[Case("full", T=128, S=128)], draws=0).wrong
+    for length in (127, 129):
+        with pytest.raises(AssertionError, match="1 of 1 cases are wrong"):
+            check_kernel(kernel, cases=[Case("full", T=length, S=length)], draws=0)
+
+
+@pytest.mark.report(
+    "Dao-AILab/flash-attention#282",
+    "Dao-AILab/flash-attention#466",
+    "Dao-AILab/flash-attention#1778",
+    right="with fewer queries than keys the last query is at the last key, in every kernel; one that begins at key 0 is found",
+)
+@pytest.mark.parametrize("T, S", [(4, 9), (9, 4)])
+def test_the_last_query_is_at_the_last_key(T, S):
+    q, k, v = heads(T=T, S=S)
+    right = by_definition(q, k, v, np.tri(T, S, S - T, dtype=bool))
+    for kernel in KERNELS:
+        np.testing.assert_allclose(ops.attention(q, k, v, mask=masks.causal(), implementation=kernel), right, atol=2e-6)
+    top_left = users_kernel(lambda q, k, v, call: (q, k, v, replace(call, mask=call.mask.at(0))))
+    case = Case("causal", T=T, S=S)
+    with pytest.raises(AssertionError, match="1 of 1 cases are wrong"):
+        check_kernel(top_left, cases=[case], draws=0, gradients=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.report(
+    "sgl-project/sglang#33915",
+    "sgl-project/sgl-kernel-xpu#491",
+    "NVIDIA/Megatron-LM#6590",
+    right="a kernel that takes a softcap and does not apply it is found by check_kernel; `Call.extras` names what to refuse",
+)
+def test_a_softcap_that_is_taken_and_not_applied_is_found():
+    uncapped = users_kernel(lambda q, k, v, call: (q, k, v, replace(call, softcap=None)))
+    with pytest.raises(AssertionError, match=r"WRONG: output by .*gradient of query by"):
+        check_kernel(uncapped, cases=[Case(options=("softcap",))], draws=0)
+    assert Call(masks.causal(), softcap=2.0).extras() == ("softcap",)
+
+
+@pytest.mark.report(
+    "vllm-project/vllm-omni#5865",
+    right="padding of the keys hides keys, and no query, where there are more queries than keys",
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_padded_keys_hide_no_query_of_a_longer_sequence(kernel):
+    q, k, v = heads(T=9, S=4)
+    lengths = np.array([2, 4])
+    visible = np.broadcast_to(np.arange(4)[None, None, None] < lengths[:, None, None, None], (2, 1, 9, 4))
+    out = ops.attention(q, k, v, mask=masks.lengths(kv=jnp.asarray(lengths)), implementation=kernel)
+    np.testing.assert_allclose(out, by_definition(q, k, v, visible), atol=2e-6)
