@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import types
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +21,21 @@ from jaxformer.config import code
 from jaxformer.errors import ConfigError
 
 
-def execution(default: Any) -> Any:
-    """A field with this default that decides how a run executes and not its numbers: no part of its fingerprint."""
-    return dataclasses.field(default=default, metadata={"execution": True})
+def execution(default: Any, unless: Callable[[Any], bool] | None = None) -> Any:
+    """A field with this default that decides how a run executes and not its numbers.
+
+    It is no part of the run's fingerprint. `unless(value)`: whether this value decides numbers all the same,
+    as a kernel of the user's does; then it is a part.
+    """
+    return dataclasses.field(default=default, metadata={"execution": True, "unless": unless})
+
+
+def _decides_no_number(field: dataclasses.Field, value: Any) -> bool:
+    """Whether a field was made by `execution`, and its value is none that decides numbers."""
+    if "execution" not in field.metadata:
+        return False
+    unless = field.metadata.get("unless")
+    return unless is None or not unless(value)
 
 
 def is_config(value: Any) -> bool:
@@ -98,12 +110,13 @@ def _describe(value: Any, place: _Place) -> Any:
 
 def _described_fields(config: Any, place: _Place) -> dict[str, Any]:
     """The fields that describe a config. One that took another's place says itself what a description has of it."""
-    own = {field.name: field.metadata for field in dataclasses.fields(config)}
+    own = {field.name: field for field in dataclasses.fields(config)}
     found: dict[str, Any] = {}
     for name, item in fields(config).items():
-        if "execution" in own[name] and not place.execution:
+        if not place.execution and _decides_no_number(own[name], item):
             continue
-        found |= own[name]["describe"](item) if "describe" in own[name] else {name: item}
+        metadata = own[name].metadata
+        found |= metadata["describe"](item) if "describe" in metadata else {name: item}
     return found
 
 
@@ -242,7 +255,7 @@ def execution_fields(config: Any, prefix: str = "") -> set[str]:
     found = set()
     for field in dataclasses.fields(config) if is_config(config) else ():
         path, value = prefix + field.name, getattr(config, field.name, None)
-        if "execution" in field.metadata:
+        if _decides_no_number(field, value):
             found |= {path} | {f"{path}.{name}" for name in flat(describe(value)) if name}
         else:
             found |= execution_fields(value, f"{path}.")

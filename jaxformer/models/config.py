@@ -14,6 +14,8 @@ from jaxformer.config.moved import PLACEMENTS, block_of_placement
 from jaxformer.errors import ConfigError, check_numbers, check_whole
 from jaxformer.masks import Mask, causal
 from jaxformer.models.mup import MuP
+from jaxformer.ops.attention import has_own_kernel, unknown_implementation
+from jaxformer.ops.attention.kernel import Implementation
 from jaxformer.ops.bias import check_t5
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
 from jaxformer.ops.positions import Rope
@@ -223,7 +225,8 @@ class ModelConfig:
     logit_softcap: float | None = None  # the same for the logits of the language model
     # projections back into the residual stream start at init_std / sqrt(2 L); MuP(base_width=64): one rate for all widths
     init_std: float | MuP = 0.02
-    attention_implementation: str | None = execution(None)  # of ops.attention; None: the fastest that can
+    # of ops.attention: a name, a Kernel of your own, or a tuple in order of preference; None: the fastest that can
+    attention_implementation: Implementation = execution(None, unless=has_own_kernel)
     # kept of a layer for the backward pass: everything, products with weights, long attention, or only its input
     remat: Literal["none", "dots", "attention", "full"] = execution("none")
     unroll: int | None = execution(None)  # layers of one scan step, num_layers: no scan; None: the fastest on the platform
@@ -319,6 +322,8 @@ def _wrong_words(config: ModelConfig) -> Iterator[str]:
             yield f"{name}=(): expected one for a layer at least"
     if config.block is not None and not callable(config.block):
         yield f"block={config.block!r}: expected a function such as blocks.post_norm, or None"
+    if (expected := unknown_implementation(config.attention_implementation)) is not None:
+        yield f"attention_implementation={config.attention_implementation!r}: {expected}"
     if not isinstance(config.heads, tuple):
         yield f"heads={config.heads!r}: expected a tuple, such as (LanguageModel(),), with a comma behind a single head"
         return

@@ -15,6 +15,7 @@ from jaxformer.models.config import ModelConfig, require_numbers
 from jaxformer.models.layer import Mixer
 from jaxformer.models.mixers.attention import attention_spec
 from jaxformer.models.presets import roberta_base
+from jaxformer.ops.attention.kernel import Implementation
 from jaxformer.ops.einsum import cpu_barrier, einsum
 from jaxformer.params import Spec
 from jaxformer.zoo.frame import approximation, options
@@ -27,6 +28,7 @@ def attention(
     key_projection: Float[Array, "L R"] | Float[Array, "K L R"],
     value_projection: Float[Array, "L R"] | Float[Array, "K L R"] | None = None, *, mask: Mask | None = None,
     scale: float | None = None, dropout_rate: float = 0.0, dropout_key: Array | None = None,
+    implementation: Implementation = None,
 ) -> Float[Array, "B T N Hv"]:  # fmt: skip
     """softmax(q (E^T k)^T * scale) F^T v. Wang et al. 2020, arXiv:2006.04768, eq. 7.
 
@@ -39,7 +41,8 @@ def attention(
     key, value = _reduce(key, key_projection, view.keys), _reduce(value, value_projection, view.keys)
     shown = view.queries[:, :, None, None]
     query = jnp.where(shown, query, 0)
-    out: Any = ops.attention(query, key, value, scale=scale, dropout_rate=dropout_rate, dropout_key=dropout_key)
+    dropout = dict(dropout_rate=dropout_rate, dropout_key=dropout_key)
+    out: Any = ops.attention(query, key, value, scale=scale, implementation=implementation, **dropout)
     return view.refuse_several(jnp.where(shown, out, 0))
 
 
@@ -73,7 +76,8 @@ class Linformer:
 
         def mix(params, context, **heads):
             matrices = {name: (params if in_layer else context.shared)[name] for name in names}
-            return attention(**heads, **matrices, **options(config, context))
+            of_config = options(config, context) | {"implementation": config.attention_implementation}
+            return attention(**heads, **matrices, **of_config)
 
         return approximation(self, config, mix, attention_spec(config) | in_layer, shared=shared)
 

@@ -109,6 +109,24 @@ def test_execution_fields_decide_nothing():
     assert C.fingerprint(several[0]) == C.fingerprint(several[1])
 
 
+@dataclass(frozen=True)
+class Machine:
+    way: Any = C.execution("fast", unless=callable)
+    place: str = C.execution("here")
+
+
+@pytest.mark.parametrize("way", ["fast", "slow", 3, first_mixer, second_mixer])
+@pytest.mark.parametrize("place", ["here", "there"])
+def test_a_value_that_decides_numbers_makes_its_execution_field_one_that_does(way, place):
+    usual, machine = Machine(), Machine(way, place)
+    assert (C.fingerprint(machine) == C.fingerprint(usual)) == (not callable(way))
+    assert C.execution_fields(machine) == ({"place"} if callable(way) else {"way", "place"})
+    assert ("way" in C.changes(machine)) == callable(way) and "place" not in C.changes(machine)
+    assert {"way", "place"} < C.describe(machine).keys()
+    inside = [Experiment("x", model) for model in (usual, machine)]
+    assert (C.fingerprint(inside[0]) == C.fingerprint(inside[1])) == (not callable(way))
+
+
 def test_fingerprint_ignores_a_new_field_with_a_default():
     other = make_dataclass("Other", [("depth", int, 3)], frozen=True)
 
