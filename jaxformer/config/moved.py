@@ -42,6 +42,7 @@ MODULES = {
     "jaxformer.training.trust": "jaxformer.runs.trust",
     "jaxformer.models.stacks.reversible": "jaxformer.zoo.reversible",
     "jaxformer.models.block": "jaxformer.models.feedforward",
+    "jaxformer.ops.attention.rows": "jaxformer.ops.attention.query_blocked",
 }
 
 # single names that left a module, or whose module was divided: the full name before, the module now
@@ -51,6 +52,7 @@ NAMES = {
     "jaxformer.models.embedding.norm_spec": "jaxformer.models.norm",
     "jaxformer.models.stacks.scan.unstacked": "jaxformer.models.stacks.layout",
     "jaxformer.models.stacks.scan.init_state": "jaxformer.models.stacks.layout",
+    "jaxformer.ops.dropout.kept": "jaxformer.ops.dropout",
     "jaxformer.ops.positions.Bias": "jaxformer.ops.bias",
     "jaxformer.ops.positions.bias_between": "jaxformer.ops.bias",
     "jaxformer.ops.positions.alibi": "jaxformer.ops.bias",
@@ -147,6 +149,7 @@ NAMES = {
 }
 # their names now, where these are others
 RENAMED = {
+    "jaxformer.ops.dropout.kept": "keep_mask",
     "jaxformer.training.metrics.numbers": "as_numbers",
     "jaxformer.ops.linear_attention": "attention",
     "jaxformer.ops.attention.linear.linear_attention": "attention",

@@ -51,22 +51,22 @@ def attention(
     dropout_rate: float = 0.0, dropout_key: Array | None = None, return_weights: bool = False,
     implementation: Implementation = None,
     positions: tuple[Int[Array, "#B T"], Int[Array, "#B S"]] | None = None,
-) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:  # fmt: skip
+) -> (
+    Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]
+):  # fmt: skip
     """softmax(mask(softcap(query key^T * scale + bias))) value.
 
-    Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
-
-    Query head n reads key head n // (N / K) (Ainslie et al. 2023). The last query is aligned with
-    the last key unless the mask has an offset, `.at(offset)`. `bias` is an array, a value of
-    `ops.bias` (`alibi`, `t5`, `shaw`), or a function of absolute positions, `(q_positions [T],
-    kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H) by default; it may be learned. `softcap` c
-    maps a score s to c tanh(s / c) (Gemma 2), and leaves -inf, by which a bias hides a key. `sinks`
-    adds one logit a head to the denominator alone. `return_weights` adds the weights before
-    dropout. The softmax is float32 or wider. A query that sees no key yields zeros and no gradient.
-    `positions` are those of queries and keys by batch row, where -1 is an empty slot of a cache;
-    only the reference takes them. Second derivatives in reverse mode (jax.grad of jax.grad) are
-    those of the reference, with its memory; "ring" has none. Forward mode (jax.jvp) needs float64
-    and the reference.
+    Vaswani et al. 2017, arXiv:1706.03762, eq. 1. Query head n reads key head n // (N / K) (Ainslie
+    et al. 2023). The last query is aligned with the last key unless the mask has an offset,
+    `.at(offset)`. `bias` is an array, a value of `ops.bias` (`alibi`, `t5`, `shaw`), or a function
+    of absolute positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H)
+    by default; it may be learned. `softcap` c maps a score s to c tanh(s / c) (Gemma 2), and leaves
+    -inf, by which a bias hides a key. `sinks` adds one logit a head to the denominator alone.
+    `return_weights` adds the weights before dropout. The softmax is float32 or wider. A query that
+    sees no key yields zeros and no gradient. `positions` are those of queries and keys by batch
+    row, where -1 is an empty slot of a cache; only the reference takes them. Second derivatives in
+    reverse mode (jax.grad of jax.grad) are those of the reference, with its memory; "ring" has
+    none. Forward mode (jax.jvp) needs float64 and the reference.
 
     `implementation`: "reference" (an array [B, N, T, S]), "query_blocked" (of this array only the
     keys between the first and the last that each block of queries sees), "blockwise" (no such

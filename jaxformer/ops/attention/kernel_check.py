@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ RATE = 0.3  # of dropped weights
 # Differences are divided by 1 + the largest number of the reference. In 32 bits, gradients are sums
 # of some hundred terms of order one, twice through a product; a rounding is 6e-8. In 16 bits,
 # weights, their gradients and the result are rounded once each, by 2^-8 of themselves.
-TOLERANCES = {4: 2e-5, 2: 2.0**-6}  # by the bytes of a number
+TOLERANCES = {8: 1e-10, 4: 2e-5, 2: 2.0**-6}  # by the bytes of a number
 
 
 @dataclass(frozen=True)
@@ -287,20 +288,19 @@ def _outcome(
 ) -> dict[str, np.ndarray]:
     """The output, and the gradient of each array, by name."""
 
-    @jax.jit
-    def run(arrays, call, d_out):
-        def output(arrays):
-            return attention(*_with(call, arrays))
+    def output(call, arrays):
+        return attention(*_with(call, arrays))
 
+    def run(arrays, call, d_out):
         if not gradients:
-            return {"output": output(arrays)}
-        out, pullback = jax.vjp(output, arrays)
+            return {"output": output(call, arrays)}
+        out, pullback = jax.vjp(partial(output, call), arrays)
         (found,) = pullback(d_out)
         of_arrays = {name: x for name, x in found.items() if isinstance(x, Array)}
         return {"output": out, **{f"gradient of {name}": x for name, x in of_arrays.items()}}
 
     with jax.default_matmul_precision("highest"):
-        found = run(arrays, call, d_out)
+        found = jax.jit(run)(arrays, call, d_out)
     output_first = sorted(found, key=lambda name: name != "output")
     return {name: np.asarray(found[name], np.float64) for name in output_first}
 

@@ -245,7 +245,7 @@ _by_batch_row.defvjp(_by_batch_row_forward, _by_batch_row_backward)
 
 
 def _table(mask: Mask, head: int, T: int, S: int, block: tuple[int, int], blocks: np.ndarray):
-    """One head's static mask as a kernel mask: a band is computed, another one read from a table."""
+    """One head's static mask as a kernel mask: a band is computed, others are read from a table."""
     Table, Computed = _kinds()
     shape = T + -T % block[0], S + -S % block[1]
     ends = band(*mask.conjuncts())
