@@ -13,7 +13,7 @@ from jaxformer import models
 from jaxformer.decoding.cache import Cache
 from jaxformer.models import EncoderDecoder, ModelConfig
 from jaxformer.models.stacks import layout
-from jaxformer.ops.einsum import StoredWeight, int8_weight, to_int8
+from jaxformer.ops.stored_weight import StoredWeight, int8_weight, to_int8
 from jaxformer.params import Spec, Tree, map_with_name, paths
 from jaxformer.sharding import is_split
 

@@ -16,8 +16,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import Axial, Embedding, Learned, ModelConfig, Patches, Sinusoidal
 from jaxformer.models.layer import linear
 from jaxformer.models.norm import norm, norm_spec
-from jaxformer.ops.einsum import StoredWeight
 from jaxformer.ops.positions import learned, sinusoidal
+from jaxformer.ops.stored_weight import StoredWeight
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import mesh_axes, with_logical_constraint
 

@@ -15,8 +15,9 @@ from jaxformer.models.config import ModelConfig, require_numbers
 from jaxformer.models.layer import Mixer
 from jaxformer.models.mixers.attention import attention_spec
 from jaxformer.models.presets import roberta_base
+from jaxformer.ops import cpu
 from jaxformer.ops.attention.kernel import Implementation
-from jaxformer.ops.einsum import cpu_barrier, einsum
+from jaxformer.ops.einsum import einsum
 from jaxformer.params import Spec
 from jaxformer.zoo.frame import approximation, options
 from jaxformer.zoo.visible import visibility
@@ -55,7 +56,7 @@ def _reduce(x, projection, shown):
     else:
         reduced = jnp.moveaxis(einsum("bskh,ksr->kbhr", x, projection[:, :S]), (0, -1), (2, 1))
     # XLA:CPU would fold the transposition into attention's 16-bit products, and then has no kernel for them
-    return cpu_barrier(reduced)
+    return cpu.barrier(reduced)
 
 
 @dataclass(frozen=True)

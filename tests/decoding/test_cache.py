@@ -13,8 +13,8 @@ from jaxformer import decoding, masks, models, zoo
 from jaxformer.masks import Mask, causal
 from jaxformer.models import Alibi, Axial, EncoderDecoder, Learned, ModelConfig, Relative, Sinusoidal, presets
 from jaxformer.ops.attention.cached import QUERY_BLOCK, widths
-from jaxformer.ops.einsum import StoredWeight
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
+from jaxformer.ops.stored_weight import StoredWeight
 
 V, B, T, ROOM = 19, 3, 12, 16
 TOKENS = np.random.default_rng(0).integers(0, V, (B, T)).astype(np.int32)

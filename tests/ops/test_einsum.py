@@ -12,8 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 import jaxformer
 from jaxformer.ops import einsum
-from jaxformer.ops.einsum import StoredWeight, add_bias, int8_weight
+from jaxformer.ops.einsum import add_bias
 from jaxformer.ops.positions import learned
+from jaxformer.ops.stored_weight import StoredWeight, int8_weight
 
 # Unit roundoff: half the spacing at 1, for 8 and 11 significant bits. float16 adds half its smallest subnormal.
 ROUNDOFF = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}

@@ -14,8 +14,8 @@ from jaxformer.decoding import Lookup, Sampling, generate, speculate
 from jaxformer.errors import ConfigError
 from jaxformer.masks import causal
 from jaxformer.models import ModelConfig
-from jaxformer.ops.einsum import to_int8
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
+from jaxformer.ops.stored_weight import to_int8
 from jaxformer.zoo.linear_attention import Linear
 
 V = 19

@@ -35,8 +35,8 @@ from jaxformer.ops.attention.cached import (
 )
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.bias import Bias, alibi, bias_between, t5
-from jaxformer.ops.einsum import to_int8
 from jaxformer.ops.positions import Rope, rope
+from jaxformer.ops.stored_weight import to_int8
 from jaxformer.params import Spec
 from jaxformer.sharding import with_logical_constraint
 

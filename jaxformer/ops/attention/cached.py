@@ -17,7 +17,8 @@ from jaxformer.ops.attention.blocks import join_blocks, query_blocks
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.reference import softmax, visible_scores
 from jaxformer.ops.bias import Bias, bias_between
-from jaxformer.ops.einsum import einsum, to_int8
+from jaxformer.ops.einsum import einsum
+from jaxformer.ops.stored_weight import to_int8
 from jaxformer.params import Tree
 from jaxformer.sharding import is_split, mesh_axes, platform
 

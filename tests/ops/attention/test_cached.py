@@ -16,7 +16,8 @@ from jaxformer.ops.attention import cached
 from jaxformer.ops.attention.cached import QUERY_BLOCK, Slots, first_slots, slot_positions, widths, write_slots
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.bias import Bias, alibi, t5
-from jaxformer.ops.einsum import StoredWeight, einsum
+from jaxformer.ops.einsum import einsum
+from jaxformer.ops.stored_weight import StoredWeight
 
 B, N, K, H = 2, 4, 2, 8
 
