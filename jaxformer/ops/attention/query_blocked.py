@@ -113,9 +113,11 @@ def is_cheaper(query: Array, key: Array, call: Call) -> bool:
 def leaves_out(query: Array, key: Array, call: Call) -> bool:
     """Whether the blocks leave out enough pairs."""
     T, S = query.shape[1], key.shape[1]
+    if T <= block_size(query):  # one block
+        return False
     ranges = key_ranges(call.mask, T, S, block_size(query))
     pairs = sum((stop - start) * (high - low) for start, stop, low, high in ranges)
-    return len(ranges) > 1 and pairs <= LARGEST_SHARE * T * S
+    return pairs <= LARGEST_SHARE * T * S
 
 
 def query_blocks(query: Array, key: Array, call: Call) -> list[tuple[int, int, int, int]]:
