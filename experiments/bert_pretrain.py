@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import params
@@ -32,6 +33,7 @@ from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.masks import full
 from jaxformer.models import Classification, Embedding, LanguageModel, ModelConfig, Relative
+from jaxformer.objectives import StepContext
 from jaxformer.training import AdamW, Cosine, Experiment, MaskedTokens, NextSentence
 
 SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -137,8 +139,11 @@ class Margin:
     only_final: bool = True
 
     def __call__(self, scored: Evaluation) -> dict[str, float]:
-        score = jax.jit(functools.partial(self.objective, scored.model, dtype=scored.precision))
-        found = [score(scored.params, batch, key=jax.random.key(i)).metrics for i, batch in enumerate(scored.batches())]
+        @jax.jit
+        def score(params, batch, key):
+            return self.objective(scored.model, params, batch, StepContext(key, jnp.dtype(scored.precision))).metrics
+
+        found = [score(scored.params, batch, jax.random.key(i)) for i, batch in enumerate(scored.batches())]
         loss, weight = (float(sum(part)) for part in zip(*(each["masked_loss"] for each in found), strict=True))
         entropy = batching.unigram_entropy(scored.dataset) or 0.0
         return {"unigram_entropy": entropy, "below_unigram_entropy": entropy - loss / weight}

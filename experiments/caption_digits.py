@@ -9,7 +9,7 @@ Command: make train EXP=caption_digits
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxformer.evaluation.generation import Generated
 from jaxformer.evaluation.text_metrics import exact_match
 from jaxformer.masks import full
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
-from jaxformer.ops.losses import LossSums
+from jaxformer.objectives import LossSums, StepContext
 from jaxformer.training import AdamW, Cosine, Experiment, TokenCrossEntropy
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -102,10 +102,10 @@ class MovedDigits:
     def evaluation(self) -> TokenCrossEntropy:
         return TokenCrossEntropy()
 
-    def __call__(self, model: Any, params: Any, batch: dict, key: Any, dtype: Any) -> LossSums:
-        move_key, key = jax.random.split(key)
+    def __call__(self, model: Any, params: Any, batch: dict, context: StepContext) -> LossSums:
+        move_key, key = jax.random.split(context.key)
         batch = batch | {"source": with_moved_digits(self.move, move_key, batch["source"])}
-        return TokenCrossEntropy()(model, params, batch, key, dtype)
+        return TokenCrossEntropy()(model, params, batch, replace(context, key=key))
 
 
 decoder = ModelConfig(

@@ -27,7 +27,8 @@ from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset
 from jaxformer.masks import full
 from jaxformer.models import Classification, ModelConfig, Patches
-from jaxformer.ops.losses import LossSums, cross_entropy
+from jaxformer.objectives import LossSums, StepContext
+from jaxformer.ops.losses import cross_entropy
 from jaxformer.params import Spec
 from jaxformer.training import AdamW, Cosine, Experiment
 
@@ -99,11 +100,11 @@ class Contrastive:
     def evaluation(self) -> "Contrastive":
         return replace(self, move=None)
 
-    def __call__(self, model: TwoTowers, params: Any, batch: dict, key: jax.Array, dtype: Any) -> LossSums:
-        move_key, key = jax.random.split(key)
+    def __call__(self, model: TwoTowers, params: Any, batch: dict, context: StepContext) -> LossSums:
+        move_key, key = jax.random.split(context.key)
         pixels, weights = batch["images"], batch["weights"]
         pixels = pixels if self.move is None else with_moved_digits(self.move, move_key, pixels)
-        images, texts, factor = model.apply(params, pixels, batch["tokens"], key, dtype)
+        images, texts, factor = model.apply(params, pixels, batch["tokens"], key, context.dtype)
         logits = factor * jnp.einsum("ie,te->it", images, texts)
         mine = jnp.arange(len(logits))
         same = (batch["tokens"][:, None] == batch["tokens"][None]).all(axis=-1) & (mine[:, None] != mine[None])
@@ -111,7 +112,7 @@ class Contrastive:
         logits = jnp.where((weights[:, None] * weights[None] > 0) & ~same, logits, -1e9)
         of_images, of_texts = cross_entropy(logits, mine, weights), cross_entropy(logits.T, mine, weights)
         accuracies = {"accuracy": (of_images.correct, of_images.weight), "of_texts": (of_texts.correct, of_texts.weight)}
-        return LossSums((of_images.loss + of_texts.loss) / 2, of_images.weight, accuracies)
+        return LossSums((of_images.loss + of_texts.loss) / 2, of_images.weight, accuracies, unit="pairs")
 
 
 patches = Patches(image=(8, 24), patch=(4, 4), channels=1, class_token=False)

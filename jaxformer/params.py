@@ -4,7 +4,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ class Spec:
 
     `init(key, shape, dtype) -> array` is any of `jax.nn.initializers`. `contracts` names the axes that a product sums
     over (the inputs of the layer); optimizers such as Muon read matrices from it. It is empty for what is not a matrix.
-    `rate` is a factor of the learning rate (`models.mup`).
+    `rate` is a factor of the learning rate (`models.mup`). `trained=False` declares a variable: it has no gradient and no
+    optimizer state, and a step changes it by the `updates` of the model or the objective (`ops.losses.LossSums`).
     """
 
     shape: tuple[int, ...]
@@ -33,6 +34,14 @@ class Spec:
     init: Callable
     contracts: tuple[str, ...] = ()
     rate: float = 1.0
+    trained: bool = True
+
+    def __describe__(self) -> dict[str, Any]:
+        """Its fields. `trained` came after some runs, whose names must stay."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.trained:
+            del values["trained"]
+        return {"type": type(self).__name__, **values}
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -123,6 +132,12 @@ def map_with_name(function: Callable, tree: Tree) -> Tree:
     """`function(name, leaf)` of every leaf, with names such as `layers/attention/query/kernel`."""
     name = partial(jax.tree_util.keystr, simple=True, separator="/")
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name(path), leaf), tree)
+
+
+def variables(spec: Tree) -> list[str]:
+    """The paths of the variables: leaves that a step changes without a gradient."""
+    named = map_with_name(lambda path, leaf: None if leaf.trained else path, spec)
+    return jax.tree.leaves(named)
 
 
 def paths(tree: Tree) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from pathlib import Path
 
 from jaxformer import __version__
 from jaxformer.cli import models, runs
-from jaxformer.cli.arguments import Answered, parser_of, place, read_experiment
+from jaxformer.cli.arguments import Answered, parser_of, place, read_experiment, weights_of
 from jaxformer.config import storage
 from jaxformer.config.code import users_frame
 from jaxformer.errors import ConfigError, did_you_mean
@@ -166,13 +166,6 @@ def train(argv: list[str]) -> int:
         return 0
 
     return _together(body)
-
-
-def weights_of(text: str) -> Callable:
-    """The weights of Hugging Face that an `initial` of an experiment names."""
-    from jaxformer.families.initial import HuggingFace
-
-    return HuggingFace(text)
 
 
 def tokens(argv: list[str]) -> int:

@@ -78,9 +78,17 @@ def run_of(options, overrides: Sequence[str] = ()):
     from jaxformer.runs import compilation_cache
     from jaxformer.runs.run import open_run
 
-    run = open_run(folder_of(options.name, options.runs).path, options.step, overrides, options.average, options.trust)
+    folder = folder_of(options.name, options.runs).path
+    run = open_run(folder, options.step, overrides, options.average, options.trust, weights_of)
     compilation_cache.enable()
     return run
+
+
+def weights_of(text: str) -> Callable:
+    """The weights of Hugging Face that `initial` or a reference of an experiment names."""
+    from jaxformer.families.initial import HuggingFace
+
+    return HuggingFace(text)
 
 
 def folder_of(name: str, runs: str):

@@ -15,6 +15,7 @@ from jaxformer.data import sources, tokenizers
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.evaluation.metric import Evaluation, as_numbers
 from jaxformer.models import heads
+from jaxformer.objectives.objective import StepContext
 from jaxformer.objectives.tokens import TokenCrossEntropy
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import block_if_simulated
@@ -22,11 +23,56 @@ from jaxformer.params import random_key
 
 
 def perplexity(score: Callable[[Any, dict, Any], LossSums], params: Any, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """exp of the mean loss over every weighted token of `batches`.
+    """exp of the mean loss over every weighted token of `batches`, for a loss that is a cross entropy of tokens in nats.
 
-    `score(params, batch, number of the batch) -> LossSums` should be jitted. Its sums are added in float64, because a sum of
-    10^8 tokens is not exact in float32. Returns loss (nats a token), perplexity, bits (a token), what else is scored, and
-    tokens. Raises ConfigError where no token has weight.
+    `score(params, batch, number of the batch) -> LossSums` should be jitted. Returns loss (nats a token), perplexity, bits (a
+    token), what else is scored, and tokens. Raises ConfigError where no token has weight.
+    """
+    sums = add_up(score, params, batches)
+    loss = mean_loss(sums)
+    return {"loss": loss} | of_loss(loss) | mean_metrics(sums) | {"tokens": float(sums.weight)}
+
+
+def mean_scores(score: Callable[[Any, dict, Any], LossSums], params: Any, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What an objective scores over `batches`, in its own unit; perplexity and bits only where its loss has them.
+
+    `score` is that of `perplexity`. Returns loss (a mean), what else is scored, the sum of weights under the name of its unit,
+    and that unit. Raises ConfigError where nothing has weight.
+    """
+    sums = add_up(score, params, batches)
+    loss = mean_loss(sums)
+    scores = {"loss": loss} | (of_loss(loss) if has_perplexity(sums) else {})
+    return scores | mean_metrics(sums) | {sums.unit: float(sums.weight), "unit": sums.unit}
+
+
+def has_perplexity(sums: LossSums) -> bool:
+    """Whether exp of the mean loss is a perplexity: the loss is a cross entropy, of tokens."""
+    return sums.perplexity and sums.unit == "tokens"
+
+
+def of_loss(loss: float) -> dict[str, float]:
+    """The perplexity and the bits of a mean loss in nats."""
+    return {"perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
+
+
+def mean_loss(sums: LossSums) -> float:
+    """The loss over the weight."""
+    return float(sums.loss) / float(sums.weight)
+
+
+def mean_metrics(sums: LossSums) -> dict[str, float]:
+    """The mean of each metric; of one with a value for each layer NAME/0, NAME/1, ..."""
+
+    def mean(total, weight):
+        return total / np.maximum(weight, 1e-30)
+
+    return as_numbers({name: mean(*pair) for name, pair in sums.metrics.items()})
+
+
+def add_up(score: Callable[[Any, dict, Any], LossSums], params: Any, batches: Iterable[dict[str, Any]]) -> LossSums:
+    """The sums over all batches, in float64: a sum of 10^8 tokens is not exact in float32.
+
+    Raises ConfigError where nothing has weight.
     """
     sums, waiting = None, None
     for number, batch in enumerate(batches):
@@ -37,15 +83,8 @@ def perplexity(score: Callable[[Any, dict, Any], LossSums], params: Any, batches
         sums, waiting = _add(sums, waiting), part
     sums = _add(sums, waiting)
     if sums is None or float(sums.weight) == 0:
-        raise ConfigError("perplexity: no token to score; the validation split is empty, or shorter than the model's context")
-    loss = float(sums.loss) / float(sums.weight)
-
-    def mean(total, weight):
-        return total / np.maximum(weight, 1e-30)
-
-    metrics = as_numbers({name: mean(*pair) for name, pair in sums.metrics.items()})
-    scores = {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits": loss / math.log(2)}
-    return scores | metrics | {"tokens": float(sums.weight)}
+        raise ConfigError("evaluation: nothing has weight; the validation split is empty, or shorter than the model's context")
+    return sums
 
 
 def _add(sums: LossSums | None, part: LossSums | None) -> LossSums | None:
@@ -89,7 +128,7 @@ class StridedPerplexity:
 
         @jax.jit
         def score(params: Any, batch: dict, number: Any) -> LossSums:
-            return objective(evaluation.model, params, batch, random_key(evaluation.seed), dtype)
+            return objective(evaluation.model, params, batch, StepContext(random_key(evaluation.seed), dtype))
 
         like = next(evaluation.batches())["weights"]
         put = partial(jax.device_put, device=like.sharding)

@@ -56,6 +56,8 @@ class Adapted(NamedTuple):
     spec: Tree  # of what trains, with the spec of the model at `weights`
     merge: Callable[[Tree], Tree]  # a tree of that spec -> the parameters of the model
     frozen: str | None  # a regular expression over the paths of what does not train
+    # a tree of that spec -> the parameters below the adaptation, where all of them are frozen: `training.Base`
+    base: Callable[[Tree], Tree] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,12 @@ class Lora:
         def make(tree):
             return merge(tree["weights"], tree["factors"], self.alpha / self.rank)
 
+        def base(tree):
+            return tree["weights"]
+
         others = "|".join(map(re.escape, trained))
         frozen = f"^weights/(?!({others})$)" if trained else "^weights/"
-        return Adapted({"weights": spec, "factors": factors}, make, frozen)
+        return Adapted({"weights": spec, "factors": factors}, make, frozen, None if trained else base)
 
 
 def _factors(leaf: Spec, rank: int) -> dict[str, Spec]:

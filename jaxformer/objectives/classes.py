@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax import Array
 
 from jaxformer import models
 from jaxformer.data.augment import augmented
 from jaxformer.errors import ConfigError
-from jaxformer.objectives.objective import Batch, check_smoothing, model_inputs, with_reports
+from jaxformer.objectives.objective import Batch, StepContext, check_smoothing, in_both_forms, model_inputs, with_reports
 from jaxformer.ops.losses import LossSums, cross_entropy
 
 
@@ -31,16 +30,20 @@ class ClassCrossEntropy:
     def evaluation(self) -> "ClassCrossEntropy":
         return replace(self, label_smoothing=0.0, augment=())
 
-    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
-        x, labels, weights = batch["images" if "images" in batch else "tokens"], batch["labels"], batch["weights"]
+    @in_both_forms
+    def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
+        field = "images" if "images" in batch else "tokens"
+        x, labels, weights = batch[field], batch["labels"], batch["weights"]
+        key = context.key
         if self.augment:
             key, augment_key = jax.random.split(key)
             x = augmented(self.augment, augment_key, x)
-        output = models.apply(model, params, x, dropout_key=key, dtype=dtype, **model_inputs(batch))
+        output = models.apply(model, params, x, dropout_key=key, dtype=context.dtype, **model_inputs(batch))
         if output.logits is None or not output.logits.shape[:-1] == labels.shape == weights.shape:
             shapes = [None if array is None else list(array.shape) for array in (output.logits, labels, weights)]
             problem = "ClassCrossEntropy: logits {}, labels {}, weights {}".format(*shapes)
             heads = "a Classification head first, for labels [B, T] a TokenClassification"
             raise ConfigError(f"{problem}; for labels and weights [B] give the model {heads}")
         sums = cross_entropy(output.logits, labels, weights, label_smoothing=self.label_smoothing)
-        return with_reports(sums, output)
+        of_rows = "images" if field == "images" else "examples"
+        return with_reports(sums, output, unit=of_rows if labels.ndim == 1 else "tokens")

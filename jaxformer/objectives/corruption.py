@@ -3,7 +3,7 @@
 The spans are a function of (seed, step): a resumed run corrupts the same tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Int
 
 from jaxformer.errors import ConfigError, check_numbers
-from jaxformer.objectives.objective import Batch, vocab_size
+from jaxformer.objectives.objective import Batch, StepContext, in_both_forms, vocab_size
 from jaxformer.objectives.tokens import TokenCrossEntropy
 from jaxformer.ops.losses import LossSums
 
@@ -91,17 +91,18 @@ class SpanCorruption:
         tokens, spans = span_counts(length, self.rate, self.mean_span)
         return tokens + spans + 1, length - tokens + spans + 1
 
-    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+    @in_both_forms
+    def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         tokens = batch["tokens"]
         _, spans = span_counts(tokens.shape[1], self.rate, self.mean_span)
         size = vocab_size(model, self.sentinel)
         if not self.end < self.sentinel - spans + 1 <= self.sentinel < size:
             problem = f"{spans} sentinels from {self.sentinel} down must lie between end={self.end} and model.vocab_size={size}"
             raise ConfigError(f"objective: {problem}")
-        corrupt, inside = jax.random.split(key)
+        corrupt, inside = jax.random.split(context.key)
         source, labels = corrupt_spans(corrupt, tokens, self.sentinel, self.end, self.rate, self.mean_span)
         inputs = jnp.concatenate([jnp.full_like(labels[:, :1], self.start), labels[:, :-1]], axis=1)
         full = jnp.all(batch["weights"] > 0, axis=1, keepdims=True)
         weights = jnp.broadcast_to(full, labels.shape).astype(batch["weights"].dtype)
         pair = {"source": source, "tokens": inputs, "labels": labels, "weights": weights}
-        return TokenCrossEntropy()(model, params, pair, inside, dtype)
+        return TokenCrossEntropy()(model, params, pair, replace(context, key=inside))

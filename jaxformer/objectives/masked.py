@@ -3,7 +3,7 @@
 The hidden tokens are a function of (seed, step): a resumed run hides the same ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.models import heads
-from jaxformer.objectives.objective import Batch, model_inputs, vocab_size, with_reports
+from jaxformer.objectives.objective import Batch, StepContext, in_both_forms, model_inputs, vocab_size, with_reports
 from jaxformer.objectives.tokens import TokenCrossEntropy, head_cross_entropy
 from jaxformer.ops.losses import LossSums, cross_entropy
 
@@ -60,9 +60,10 @@ class MaskedTokens:
         if not 0 < self.rate < 1:
             raise ConfigError(f"objective.rate={self.rate}: must be in (0, 1)")
 
-    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
-        choose, inside = jax.random.split(key)
-        return TokenCrossEntropy()(model, params, self.hidden(model, batch, choose), inside, dtype)
+    @in_both_forms
+    def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
+        choose, inside = jax.random.split(context.key)
+        return TokenCrossEntropy()(model, params, self.hidden(model, batch, choose), replace(context, key=inside))
 
     def hidden(self, model: Any, batch: Batch, key: Array) -> Batch:
         """The batch with some tokens hidden; its labels are the tokens, its weights those of the hidden ones."""
@@ -90,20 +91,24 @@ class NextSentence:
     masked: MaskedTokens  # which tokens are hidden
     head: str = "next_sentence"  # the name of a Classification head with two classes
 
-    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+    @in_both_forms
+    def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         words = heads.language_model(model) if isinstance(model, models.ModelConfig) else None
         if words is None or self.head not in (getattr(head, "name", None) for head in model.heads):
             problem = f"needs a ModelConfig with the heads LanguageModel() and Classification(2, name={self.head!r})"
             raise ConfigError(f"objective: NextSentence {problem}")
-        choose, inside = jax.random.split(key)
+        choose, inside = jax.random.split(context.key)
         hidden = self.masked.hidden(model, batch, choose)
-        output = models.apply(model, params, hidden["tokens"], dropout_key=inside, dtype=dtype, **model_inputs(batch))
+        inputs = dict(dropout_key=inside, dtype=context.dtype, **model_inputs(batch))
+        output = models.apply(model, params, hidden["tokens"], **inputs)
         tokens = head_cross_entropy(model, words, params, output.hidden, hidden["labels"], hidden["weights"])
         rows = jnp.any(batch["weights"] > 0, axis=1).astype(batch["weights"].dtype)
         sentences = cross_entropy(output.heads[self.head], batch["labels"], rows)
-        sums = with_reports(tokens, output)
+        sums = with_reports(tokens, output, unit="tokens")
         joint = sums.loss + sentences.loss * (tokens.weight / jnp.maximum(sentences.weight, 1))
-        return LossSums(joint, sums.weight, sums.metrics | {
-            "masked_loss": (tokens.loss, tokens.weight), "sentence_loss": (sentences.loss, sentences.weight),
+        figures = {
+            "masked_loss": (tokens.loss, tokens.weight),
+            "sentence_loss": (sentences.loss, sentences.weight),
             "sentence_accuracy": (sentences.correct, sentences.weight),
-        })  # fmt: skip
+        }
+        return replace(sums, loss=joint, metrics=sums.metrics | figures)

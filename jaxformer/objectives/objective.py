@@ -1,24 +1,62 @@
-"""What a model is trained to do: `objective(model, params, batch, key, dtype) -> LossSums`.
+"""What a model is trained to do: `objective(model, params, batch, context) -> LossSums`.
 
-Any function of that form is an objective. `key` is always given, and is a function of (seed, step): for dropout, for
-random masks. An objective that is scored by another one has a method `evaluation()` that returns it.
-An objective that compares the rows of a batch, so that its loss is no sum over rows, has an attribute `whole_batch = True`:
-accumulation and pmap, which would show it parts of the batch, are then refused.
+Any function of that form is an objective. An objective may also have
+
+    evaluation() -> objective   the one that scores it; by default itself
+    spec(model) -> tree         parameters of its own beside the model's, which train with them: `context.params`
+    whole_batch = True          it compares the rows of a batch, so that its loss is no sum over rows. Accumulation
+                                and pmap, which would show it parts of the batch, are then refused
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.ops.losses import LossSums, TokenSums
+from jaxformer.params import Tree
 
 Batch = dict[str, Array]
 # the fields of a batch that are arguments of `models.apply`
 INPUTS = ("positions", "segment_ids", "token_types", "inputs", "source", "source_segment_ids", "source_positions")
+
+
+@struct.dataclass
+class StepContext:
+    """What an objective knows of the step that calls it, besides the model, its parameters and the batch."""
+
+    # for dropout and other draws: a function of (seed, step), another one in each micro-batch and on each device of pmap
+    key: Any
+    dtype: Any = struct.field(pytree_node=False, default=jnp.dtype("float32"))  # of activations
+    step: Any = 0  # the optimizer's step, an int32 array; of an evaluation, how many were done
+    references: dict[str, Tree] = struct.field(default_factory=dict)  # parameters of frozen models: `Experiment.references`
+    params: Tree = struct.field(default_factory=dict)  # the objective's own, which `spec(model)` declares
+    # values of `params.Spec(trained=False)` by their paths: those of the model, and "objective/..." of the objective's own
+    variables: dict[str, Array] = struct.field(default_factory=dict)
+
+
+def in_both_forms(call: Callable[..., LossSums]) -> Callable[..., LossSums]:
+    """A method (model, params, batch, context) that also takes (model, params, batch, key, dtype).
+
+    Objectives had that form before. Experiment files of older runs call ours so.
+    """
+
+    @wraps(call)
+    def either(
+        self: Any, model: Any, params: Any, batch: Batch, context: Any = None, dtype: Any = None, *, key: Any = None
+    ) -> LossSums:
+        if not isinstance(context, StepContext):
+            key = key if context is None else context
+            context = StepContext(key, jnp.dtype("float32" if dtype is None else dtype))
+        return call(self, model, params, batch, context)
+
+    return either
 
 
 def model_inputs(batch: Batch) -> Batch:
@@ -26,10 +64,10 @@ def model_inputs(batch: Batch) -> Batch:
     return {name: batch[name] for name in INPUTS if name in batch}
 
 
-def with_reports(sums: TokenSums, output: models.Output) -> LossSums:
-    """The sums with the model's own loss, which changes only the gradient, and its figures, means over layers.
+def with_reports(sums: TokenSums, output: models.Output, unit: str = "examples", perplexity: bool = False) -> LossSums:
+    """The sums with the model's own loss, which changes only the gradient, its figures, and its variables' new values.
 
-    A figure whose name ends in /layers has a value for each layer.
+    A figure is a mean over layers; one whose name ends in /layers has a value for each layer.
     """
     loss = sums.loss
     if output.loss is not None:
@@ -38,7 +76,9 @@ def with_reports(sums: TokenSums, output: models.Output) -> LossSums:
     figures = {name: value for name, value in (output.stats or {}).items() if value.ndim == 1}  # one a layer
     values = {name: value if name.endswith("/layers") else jnp.mean(value) for name, value in figures.items()}
     means = {name: (value.astype(loss.dtype) * sums.weight, sums.weight) for name, value in values.items()}
-    return LossSums(loss, sums.weight, {"accuracy": (sums.correct, sums.weight), **means})
+    metrics = {"accuracy": (sums.correct, sums.weight), **means}
+    updates = getattr(output, "updates", None)
+    return LossSums(loss, sums.weight, metrics, updates, unit=unit, perplexity=perplexity)
 
 
 def check_smoothing(share: float) -> None:

@@ -1,6 +1,6 @@
 """The first and the last token of an answer in a passage."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.objectives.objective import Batch, model_inputs, with_reports
+from jaxformer.objectives.objective import Batch, StepContext, in_both_forms, model_inputs, with_reports
 from jaxformer.ops.losses import LossSums, cross_entropy
 
 
@@ -25,19 +25,22 @@ class SpanCrossEntropy:
     `exact_match`; `left_out` is their share. For questions without an answer let [CLS] be a part of the passage, and label it.
     """
 
-    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
-        output = models.apply(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **model_inputs(batch))
+    @in_both_forms
+    def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
+        inputs = dict(dropout_key=context.key, dtype=context.dtype, **model_inputs(batch))
+        output = models.apply(model, params, batch["tokens"], **inputs)
         if output.logits is None or output.logits.ndim != 3 or output.logits.shape[-1] != 2:
             raise ConfigError("SpanCrossEntropy needs logits [B, T, 2]; give the model a TokenClassification(2) head first")
         passage, labels = batch["passage"] > 0, batch["labels"]
         logits = jnp.where(passage[:, None], output.logits.swapaxes(1, 2), -jnp.inf)  # [B, 2, T]
         inside = is_in_passage(passage, labels)
         weights = jnp.where(inside, batch["weights"], 0)
-        sums = with_reports(cross_entropy(logits, labels, jnp.broadcast_to(weights[:, None] / 2, labels.shape)), output)
+        of_both_ends = cross_entropy(logits, labels, jnp.broadcast_to(weights[:, None] / 2, labels.shape))
+        sums = with_reports(of_both_ends, output, unit="answers")
         exact = jnp.all(best_spans(logits) == labels, axis=1)
         left_out = jnp.sum(batch["weights"]) - sums.weight
         figures = {"exact_match": (jnp.sum(exact * weights), sums.weight), "left_out": (left_out, sums.weight + left_out)}
-        return sums._replace(metrics=sums.metrics | figures)
+        return replace(sums, metrics=sums.metrics | figures)
 
 
 def is_in_passage(passage: Array, labels: Array) -> Array:

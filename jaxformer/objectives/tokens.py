@@ -1,6 +1,7 @@
 """The label of each token: the next token of a text, an answer, or what follows a prefix."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import FULL, prefix
 from jaxformer.models import heads
-from jaxformer.objectives.objective import Batch, check_smoothing, model_inputs, with_reports
+from jaxformer.objectives.objective import Batch, StepContext, check_smoothing, in_both_forms, model_inputs, with_reports
 from jaxformer.ops.losses import LossSums, TokenSums, cross_entropy, projected_cross_entropy
 from jaxformer.ops.positions import within_segments
 
@@ -33,18 +34,23 @@ class TokenCrossEntropy:
     def evaluation(self) -> "TokenCrossEntropy":
         return replace(self, label_smoothing=0.0, z_loss=0.0)
 
-    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+    @in_both_forms
+    def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         options = dict(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
+        inputs = dict(dropout_key=context.key, dtype=context.dtype, **model_inputs(batch))
         labels, weights = batch["labels"], batch["weights"]
+        # smoothing and the z-loss are terms of their own, so exp of the sum would be no perplexity
+        report = partial(with_reports, unit="tokens", perplexity=not (self.label_smoothing or self.z_loss))
         if not models.is_config(model):
-            output = models.apply(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **model_inputs(batch))
-            return with_reports(cross_entropy(output.logits, labels, weights, **options), output)
-        output = models.encode(model, params, batch["tokens"], dropout_key=key, dtype=dtype, **model_inputs(batch))
-        config, tree = models.last_stack(model), params if isinstance(model, models.ModelConfig) else params["decoder"]
+            output = models.apply(model, params, batch["tokens"], **inputs)
+            return report(cross_entropy(output.logits, labels, weights, **options), output)
+        output = models.encode(model, params, batch["tokens"], **inputs)
+        config = models.last_stack(model)
+        tree = params if isinstance(model, models.ModelConfig) else params["decoder"]
         head = heads.language_model(config)
         if head is None:
             raise ConfigError(f"model.heads={config.heads}: this objective needs a LanguageModel among them")
-        return with_reports(head_cross_entropy(config, head, tree, output.hidden, labels, weights, **options), output)
+        return report(head_cross_entropy(config, head, tree, output.hidden, labels, weights, **options), output)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class PrefixLanguageModel:
     def __post_init__(self):
         check_numbers("objective.", self, prefix=1)
 
-    def __call__(self, model: Any, params: Any, batch: Batch, key: Array, dtype: Any) -> LossSums:
+    @in_both_forms
+    def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         tokens, n = batch["tokens"], self.prefix
         T = tokens.shape[1]
         for mask in models.last_stack(model).masks if models.is_config(model) else ():
@@ -69,7 +76,7 @@ class PrefixLanguageModel:
                 raise ConfigError(f"objective.prefix={n}: {T} tokens under {mask}; give model.masks=(causal() | prefix({n}),)")
         positions = within_segments(batch["segment_ids"]) if "segment_ids" in batch else jnp.arange(T)[None]
         weights = jnp.where(positions >= n - 1, batch["weights"], 0)  # the label of position n - 1 is the first one behind it
-        return TokenCrossEntropy()(model, params, batch | {"weights": weights}, key, dtype)
+        return TokenCrossEntropy()(model, params, batch | {"weights": weights}, context)
 
 
 def head_cross_entropy(

@@ -1,11 +1,14 @@
 """Losses as sums over tokens. The caller divides once, by the weight of all parts of a batch."""
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
@@ -21,12 +24,30 @@ from jaxformer.sharding import (
 )  # fmt: skip
 
 
-class LossSums(NamedTuple):
-    """What an objective returns: sums over a batch, and metrics as `{name: (sum, weight)}`; nothing is divided yet."""
+@struct.dataclass
+class LossSums:
+    """What an objective returns: sums over a batch, of which nothing is divided yet.
 
-    loss: Any  # to be minimised, in nats
-    weight: Any  # in tokens or examples
-    metrics: dict[str, tuple[Any, Any]] = {}  # noqa: RUF012 (never changed)
+    The loss of a step is `loss / weight`, summed over all parts of its batch first. `updates` is a partial tree of
+    the parameters: new values of variables (`params.Spec(trained=False)`), by the model's paths, and under
+    "objective" by those of the objective's own.
+    """
+
+    loss: Any  # to be minimised
+    weight: Any  # what the loss is a sum over, counted in `unit`
+    metrics: dict[str, tuple[Any, Any]] = struct.field(default_factory=dict)  # {name: (sum, weight)}
+    updates: Any = None
+    unit: str = struct.field(pytree_node=False, default="examples")  # of the weight, in the plural: tokens, images, pairs
+    # whether the loss is a cross entropy of tokens in nats, so that the exponential of its mean is a perplexity
+    perplexity: bool = struct.field(pytree_node=False, default=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        """loss, weight, metrics: files of older runs unpack a tuple of these three."""
+        return iter((self.loss, self.weight, self.metrics))
+
+    def _replace(self, **changes: Any) -> "LossSums":
+        """A copy with other fields: files of older runs call it so."""
+        return dataclasses.replace(self, **changes)
 
 
 class TokenSums(NamedTuple):

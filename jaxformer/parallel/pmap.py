@@ -29,5 +29,8 @@ def shard(batch: Tree, devices: list) -> Tree:
 
 
 def step(train_step: Callable, devices: list) -> Callable:
-    """`(state, batch) -> (state, metrics)` with state and batch `[devices, ...]`. `train_step` sums over `AXIS`."""
+    """`(state, batch, ...) -> (state, metrics)`, everything but metrics `[devices, ...]`. `train_step` sums over `AXIS`.
+
+    What follows the batch is kept: the parameters of frozen models.
+    """
     return jax.pmap(train_step, axis_name=AXIS, devices=devices, donate_argnums=0, out_axes=(0, None))

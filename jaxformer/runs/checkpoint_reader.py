@@ -67,29 +67,35 @@ def steps(folder: Folder) -> list[int]:
         raise ConfigError(f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`") from None
 
 
-def restore_params(folder: Folder, abstract: Tree, step: int | None = None, part: str = "params") -> tuple[int, Tree, dict]:
-    """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`."""
+def restore_params(
+    folder: Folder, abstract: Tree, step: int | None = None, part: str = "params", leave_out: Sequence[str] = ()
+) -> tuple[int, Tree, dict]:
+    """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`.
+
+    What lies under the names `leave_out` of that field is not read.
+    """
     folder = resolve(folder)
 
     def skip(bad, why):
         return log.warning(f"{folder}: step {bad} is damaged: {why}; an older one is taken")
 
-    restored = newest_good(folder, abstract, f"{part}/", step, skip)
+    restored = newest_good(folder, abstract, f"{part}/", step, skip, tuple(f"{part}/{name}/" for name in leave_out))
     if restored is None:
         raise CheckpointError(f"{folder}: no checkpoint there; train first")
     return restored
 
 
 def newest_good(
-    folder: epath.Path, abstract: Tree, prefix: str, step: int | None, on_damage: Callable[[int, str], None]
-) -> tuple[int, Tree, dict] | None:
+    folder: epath.Path, abstract: Tree, prefix: str, step: int | None, on_damage: Callable[[int, str], None],
+    leave_out: tuple[str, ...] = (),
+) -> tuple[int, Tree, dict] | None:  # fmt: skip
     complete = first(lambda: steps(folder))
     if step is not None and step not in complete:
         raise CheckpointError(f"{folder}: no checkpoint of step {step}; there are {manifest.shortened(complete)}")
     damage: list[tuple[int, str]] = []
     for candidate in reversed(complete) if step is None else [step]:
         try:
-            found = _read_or_judge(folder / str(candidate), abstract, prefix)
+            found = _read_or_judge(folder / str(candidate), abstract, prefix, leave_out)
         except Damaged as problem:
             damage.append((candidate, str(problem)))
             continue
@@ -101,25 +107,25 @@ def newest_good(
         raise CheckpointError(f"{folder}: damaged: {told[0]}; other steps: {manifest.shortened(steps(folder))}")
     aside = first(lambda: [name for name in storage.list_names(folder) if re.fullmatch(r"[0-9]+\.corrupt.*", name)])
     if told or aside:
-        advice = _offer(folder, aside, abstract, prefix)
+        advice = _offer(folder, aside, abstract, prefix, leave_out)
         raise CheckpointError(f"{folder}: every checkpoint is damaged: {manifest.shortened(told + aside)}; {advice}")
     return None
 
 
-def _offer(folder: epath.Path, aside: list[str], abstract: Tree, prefix: str) -> str:
+def _offer(folder: epath.Path, aside: list[str], abstract: Tree, prefix: str, leave_out: tuple[str, ...]) -> str:
     """What to do where no step is good. One that was put aside may be whole: errors that pass were once taken for damage."""
     for name in sorted(aside, key=lambda name: int(name.partition(".")[0]), reverse=True):
         with suppress(Damaged, CheckpointError, OSError):
-            _read(folder / name, abstract, prefix)
+            _read(folder / name, abstract, prefix, leave_out)
             move = f"mv {shlex.quote(str(folder / name))} {shlex.quote(str(folder / name.partition('.')[0]))}"
             return f"but {name} is whole: rename it (`{move}`), and the same command goes on from there"
     renamed = "one that is renamed from STEP.corrupt to STEP is looked at again; " if aside else ""
     return f"all are kept; {renamed}to train from the beginning beside them, give another --name"
 
 
-def _read_or_judge(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
+def _read_or_judge(path: epath.Path, abstract: Tree, prefix: str, leave_out: tuple[str, ...]) -> tuple[Tree, dict]:
     """`_read`, made again where an error may pass. Damaged is what was read twice, in full, and was wrong both times."""
-    read = partial(_read, path, abstract, prefix)
+    read = partial(_read, path, abstract, prefix, leave_out)
     try:
         return storage.retry(read, path)
     except Damaged:
@@ -154,12 +160,16 @@ def _on_all(function: Callable[[], None]) -> None:
         raise OSError(*found)
 
 
-def _read(path: epath.Path, abstract: Tree, prefix: str) -> tuple[Tree, dict]:
-    """The checkpoint in `path`, onto an abstract tree. Raises Damaged, or CheckpointError if it is good and does not fit."""
+def _read(path: epath.Path, abstract: Tree, prefix: str, leave_out: tuple[str, ...]) -> tuple[Tree, dict]:
+    """The checkpoint in `path`, onto an abstract tree: leaves whose names begin with `prefix`, and with none of `leave_out`.
+
+    Raises Damaged, or CheckpointError if it is good and does not fit.
+    """
     contents = first(lambda: read_manifest(path))
     has_numbers = any(math.prod(leaf["shape"]) for leaf in contents["leaves"].values())
     first(lambda: _check_pieces(path, has_numbers))
-    saved = {name: leaf for name, leaf in contents["leaves"].items() if name.startswith(prefix)}
+    leaves = {name: leaf for name, leaf in contents["leaves"].items() if name.startswith(prefix)}
+    saved = {name: leaf for name, leaf in leaves.items() if not name.startswith(leave_out)} if leave_out else leaves
     wanted = dict(manifest.named_leaves(abstract, prefix))
     manifest.compare(path, saved, wanted)
     data = _load(path, {name: manifest.abstract_numbers(leaf) for name, leaf in wanted.items()})

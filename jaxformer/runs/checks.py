@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,13 +13,15 @@ from jaxformer import config, models, parallel
 from jaxformer.config import Source
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
+from jaxformer.evaluation.perplexity import has_perplexity
 from jaxformer.parallel import processes
+from jaxformer.params import Tree
 from jaxformer.runs.initial import check_initial
 from jaxformer.runs.run import ask, evaluator, examples_scored, new_names, writes_text
 from jaxformer.runs.run_folder import compare
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import Recipe
-from jaxformer.training.step import TrainState, abstract_state, state_shardings
+from jaxformer.training.step import TrainState, abstract_references, abstract_state, state_shardings
 
 
 def check(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None) -> Any:
@@ -48,6 +51,7 @@ def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh |
     """Raises ConfigError where the parameters do not divide, or several processes have no part of the mesh."""
     if mesh is not None:
         state_shardings(recipe, mesh)  # refuses what does not divide
+        abstract_references(recipe, mesh)
         if models.is_config(experiment.model):
             parallel.check_context(dict(mesh.shape), models.context_lengths(experiment.model))
     if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
@@ -72,7 +76,7 @@ def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
     """
     early: list[str] = []  # what the metrics of every evaluation make
     late: list[Any] = []
-    taken = ["step", "loss", "perplexity", "bits"]
+    taken = ["step", "loss", "perplexity", "bits", "unit"]
     is_known = True
     for metric in experiment.metrics:
         names = metric.check(experiment.model, dataset) if hasattr(metric, "check") else None
@@ -84,11 +88,14 @@ def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
         else:
             early += names
     best = experiment.checkpoints.best.removeprefix("-")
-    if best in ("loss", "perplexity", "bits", "tokens"):
+    if best == "loss":
         return True
     batch = batching.ValidationBatches(dataset.validation, experiment.batch_size)[0]
-    sums = jax.eval_shape(recipe.score, abstract_state(recipe).params, batch, jax.random.key(0))
-    found = ["loss", "perplexity", "bits", *sums.metrics, *early]
+    trained, references = abstract_state(recipe).params, abstract_references(recipe)
+    sums = jax.eval_shape(recipe.score, trained, batch, jax.random.key(0), 0, references)
+    found = ["loss", *(("perplexity", "bits") if has_perplexity(sums) else ()), *sums.metrics, *early]
+    if best == sums.unit:
+        return True
     if best in found or best.rpartition("/")[0] in found:  # a metric with a value for each layer
         return True
     if not is_known:
@@ -117,21 +124,25 @@ def was_scored(records: Sequence[dict], best: str) -> bool:
     return any(f"validation_{best.removeprefix('-')}" in record for record in records)
 
 
-def try_best(experiment: Experiment, recipe: Recipe, dataset, mesh, state: TrainState) -> None:
+def try_best(experiment: Experiment, recipe: Recipe, dataset, mesh, state: TrainState, references: Tree) -> None:
     """Scores one example, which shows the names of the user's metrics. Raises ConfigError where none is `checkpoints.best`."""
     one = replace(experiment, eval_examples=1)
-    ranked(evaluate_on(mesh, experiment, evaluator(one, recipe, dataset, mesh))(state.best), experiment.checkpoints.best)
+    evaluate = evaluate_on(mesh, experiment, evaluator(one, recipe, dataset, mesh), references)
+    ranked(evaluate(state.best), experiment.checkpoints.best)
 
 
-def evaluate_on(mesh: jax.sharding.Mesh | None, experiment: Experiment, evaluate: Callable) -> Callable:
+def evaluate_on(
+    mesh: jax.sharding.Mesh | None, experiment: Experiment, evaluate: Callable, references: Tree = None
+) -> Callable:
     """An evaluation of what the training has: under pmap, one copy, which all devices of the mesh get again."""
     if mesh is None or experiment.mesh.backend != "pmap":
-        return evaluate
+        return partial(evaluate, references=references)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
-    def evaluate_copies(trained: Any, **options: bool) -> dict[str, Any]:
+    def evaluate_copies(trained: Any, **options: Any) -> dict[str, Any]:
         with jax.set_mesh(mesh):
-            return evaluate(jax.device_put(trained, everywhere), **options)
+            trained, frozen = jax.device_put((trained, references), everywhere)
+            return evaluate(trained, references=frozen, **options)
 
     return evaluate_copies
 

@@ -29,7 +29,8 @@ class FromRun:
         run = epath.Path(self.path).expanduser()
         folder = run / "checkpoints"
         no_links.check_folder(folder, run)
-        return checkpoint_reader.restore_params(folder, params.abstract(spec), self.step, part=part)[1]
+        leave_out = () if "objective" in spec else ("objective",)  # parameters of the run's objective are none of its model
+        return checkpoint_reader.restore_params(folder, params.abstract(spec), self.step, part, leave_out)[1]
 
     def differences(self, model: Any) -> list[str]:
         """A line for each field in which `model` computes something else than the model of the run."""

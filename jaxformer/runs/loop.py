@@ -36,6 +36,7 @@ from jaxformer.runs.checks import (
 )
 from jaxformer.runs.goodput import Goodput
 from jaxformer.runs.metrics import UNRECORDED, Console, NonFinite, Record, Reporter, open_loggers
+from jaxformer.runs.references import check_references, digests, read_references
 from jaxformer.runs.run import check_data, evaluator, examples_scored, on_devices, sample_text, warn_of_order
 from jaxformer.runs.run_folder import RunFolder, as_it_began, describe, introduce, run_folder
 from jaxformer.runs.signals import Interrupted, Signals
@@ -67,6 +68,7 @@ class Job:
     step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
     spread: Callable[[TrainState], Any]  # the state as `step` takes it
     gather: Callable[[Any], TrainState]  # back to an ordinary one
+    model: Callable[[Any], Any]  # what trains -> the same without the objective's own parameters
     evaluate: Callable[..., dict[str, Any]]
     sample: Callable[[Any], str] | None  # params -> text
     profile: str | None  # where a trace of some steps goes
@@ -121,7 +123,9 @@ def train(
         record = Record(folder.metrics if is_first else None)
         stack.callback(record.close)
         watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
-        watchdog.phase("the restore")
+        watchdog.phase("the references", patience=math.inf)  # they may have to be downloaded
+        frozen = read_references(experiment, mesh, runs, weights_of)
+        digest = digests(frozen)
 
         def begin():
             watchdog.phase("the first parameters", patience=math.inf)  # they may have to be downloaded
@@ -129,7 +133,8 @@ def train(
             watchdog.phase("the first state")
             return params
 
-        state, start = restore(recipe, folder, dataset, manager, record, mesh, begin)
+        watchdog.phase("the restore")
+        state, start = restore(recipe, folder, dataset, manager, record, mesh, begin, digest)
         # not before: first parameters are on one device, and under a mesh JAX computes nothing with them
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
@@ -138,17 +143,17 @@ def train(
         console = open_console(experiment, folder, record)
         for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
             console.say(line)
-        job = prepare(experiment, recipe, folder, dataset, mesh, refresh if is_first else None)
+        job = prepare(experiment, recipe, folder, dataset, mesh, refresh if is_first else None, frozen, digest)
         watchdog.phase("the first evaluation" if start < job.steps else "the last evaluation")
         goodput = Goodput(folder.goodput if is_first else None, began)
         if start < job.steps:
             if not known and not was_scored(record.lines, experiment.checkpoints.best):
-                try_best(experiment, recipe, dataset, mesh, state)
+                try_best(experiment, recipe, dataset, mesh, state, frozen)
             state, scores = loop(job, manager, state, start, record, console, watchdog, goodput)
             console.say(goodput.summary())
         else:
             console.say(f"this run is finished: {job.steps} steps are done in {folder.path}")
-            scores = job.evaluate(state.best, final=True)
+            scores = job.evaluate(state.best, final=True, step=job.steps)
         watchdog.phase("the end")
         return finish(job, folder, dataset, state, scores, record, console, reports)
 
@@ -177,8 +182,13 @@ def write_description(folder: RunFolder, experiment: Experiment, source: Source 
         processes.first(lambda: dataset.tokenizer.save(folder.tokenizer))
 
 
-def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin) -> tuple[TrainState, int]:
-    """The newest good state, or that of the parameters `begin()`, on the mesh; the record goes back to the same step."""
+def restore(
+    recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin, digest: dict[str, str]
+) -> tuple[TrainState, int]:
+    """The newest good state, or that of the parameters `begin()`, on the mesh; the record goes back to the same step.
+
+    Raises ConfigError where data or references (their `digest`) are not those that the state was trained with.
+    """
     shardings = state_shardings(recipe, mesh) if mesh is not None and recipe.mesh.backend == "jit" else None
     restored = manager.restore(abstract_state(recipe, shardings))
     if restored is None:
@@ -188,6 +198,7 @@ def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record,
         return state, 0
     step, state, metadata = restored
     check_data(folder, metadata, dataset)
+    check_references(folder, metadata, digest)
     warn_of_order(folder, metadata, dataset)
     record.rewind(step)
     return state, step
@@ -195,13 +206,18 @@ def restore(recipe: Recipe, folder: RunFolder, dataset, manager, record: Record,
 
 def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) -> list[str]:
     """The lines printed before the first step."""
-    count, device = parameters.count(recipe.spec), jax.devices()[0].device_kind
-    lines = [f"{experiment.name}: {count:,} parameters, {device}, {experiment.precision}"]
+    tree, own = recipe.parts.split(recipe.spec)
+    counted = f"{parameters.count(tree):,} parameters"
+    if own:
+        counted += f" and {parameters.count(own):,} of the objective"
+    lines = [f"{experiment.name}: {counted}, {jax.devices()[0].device_kind}, {experiment.precision}"]
     lines.append(f"data: {dataset.description}")
     several = any(leaf.rate != 1 for leaf in parameters.paths(recipe.spec).values())
     if several or hasattr(experiment.optimizer, "route") or experiment.frozen is not None or experiment.adaptation is not None:
         routes = optimizers.routes(experiment.optimizer, recipe.spec, recipe.frozen)
         lines += [f"  {path}: {route}" for path, route in routes.items()]
+    for name, spec in recipe.references.items():
+        lines.append(f"reference {name}: {parameters.count(spec):,} frozen parameters")
     if experiment.ema_decay is not None:
         steps = averaged_steps(experiment.ema_decay, experiment.ema_warmup, experiment.steps)
         lines.append(f"scored: parameters averaged over about the last {steps:,} of {experiment.steps:,} steps (ema_decay)")
@@ -213,8 +229,14 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
     return [*lines, f"resuming after step {start}"] if start else lines
 
 
-def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None) -> Job:
-    """The parts of an experiment that the loop needs. Functions below this one do not see the experiment."""
+def prepare(
+    experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None,
+    frozen: dict[str, Any], digest: dict[str, str],
+) -> Job:  # fmt: skip
+    """The parts of an experiment that the loop needs. Functions below this one do not see the experiment.
+
+    `frozen` are the references, which each step gets; `digest` is that of each.
+    """
     draw = None if refresh is None else partial(BestEffort(refresh, share=0.05), folder)
     size = experiment.batch_size
     rows = processes.local_rows(mesh, size)
@@ -228,6 +250,8 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
     elif mesh is not None:
         check = partial(replicas.check, mesh)
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
+    if frozen:
+        step = with_references(step, spread(frozen))
     sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
     if experiment.profile and processes.is_first():  # the profiler writes no bucket
         traces = folder.for_library(folder.path / "profile")
@@ -240,13 +264,16 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
             return seconds(*row_lengths(experiment, batch))
 
     metadata = {"data_digest": dataset.digest, "order": batching.ORDER, "config": config.describe(experiment)}
+    if digest:
+        metadata["references"] = digest
     count = len(dataset.validation)
     batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
 
     def explain(state: TrainState, step: int) -> None:
         reproduction.keep(folder, state, step, metadata)
         batch = on_devices(None if pmapped else mesh, rows, size, batches(step))
-        result = reproduction.explain(experiment, replace(state, step=jax.numpy.full_like(state.step, step)), batch)
+        bad = replace(state, step=jax.numpy.full_like(state.step, step))
+        result = reproduction.explain(experiment, bad, batch, frozen)
         numbers = f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g}"
         examples = batching.batch_indices(dataset.train, size, experiment.seed)[step].tolist()
         replay = f"python -m jaxformer evaluate {shlex.quote(str(folder.path))} --replay"
@@ -257,12 +284,21 @@ def prepare(experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, 
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
         examples=(examples_scored(experiment, count, False), examples_scored(experiment, count, True), count),
-        put=put, step=step, spread=spread, gather=gather,
+        put=put, step=step, spread=spread, gather=gather, model=lambda trained: recipe.parts.split(trained)[0],
         metadata=metadata, batches=batches, explain=BestEffort(explain), check=check,
-        evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh)),
+        evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh), frozen),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=profile, work=work, refresh=draw or (lambda: None),
     )  # fmt: skip
+
+
+def with_references(step: Callable, frozen: dict[str, Any]) -> Callable:
+    """A step that is given these references with every batch."""
+
+    def step_with_references(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        return step(state, batch, frozen)
+
+    return step_with_references
 
 
 def seconds_at_peak(experiment: Experiment, devices: int, kind: str, length: int, source: int | None) -> float | None:
@@ -388,14 +424,16 @@ def evaluate(job: Job, trained: Any, done: int, record: Record, console: Console
 
     At the end these two differ where an evaluation scores a part of the split: a record is of the same text throughout.
     """
-    scores, (part, last, count) = job.evaluate(trained, final=done == job.steps), job.examples
-    compared = scores | job.evaluate(trained) if done == job.steps and part != last else scores
+    scores, (part, last, count) = job.evaluate(trained, final=done == job.steps, step=done), job.examples
+    compared = scores | job.evaluate(trained, step=done) if done == job.steps and part != last else scores
+    unrecorded = (*UNRECORDED, scores["unit"])
     numbers = {name: value for name, value in compared.items() if not isinstance(value, str)}
-    recorded = {f"validation_{name}": numbers[name] for name in numbers if name not in UNRECORDED}
+    recorded = {f"validation_{name}": numbers[name] for name in numbers if name not in unrecorded}
     record.write(done, recorded | ({"validation_examples": part} if part < count else {}))
-    others = {name: value for name, value in numbers.items() if name not in ("loss", *UNRECORDED)}
+    others = {name: value for name, value in numbers.items() if name not in ("loss", *unrecorded)}
     said = f" ({compared['scored']})" if part < count else ""
-    console.evaluation(done, {"validation_loss": numbers["loss"], "perplexity": numbers["perplexity"], **others}, said)
+    of_tokens = {name: numbers[name] for name in ("perplexity",) if name in numbers}
+    console.evaluation(done, {"validation_loss": numbers["loss"], **of_tokens, **others}, said)
     if done < job.steps:
         job.refresh()
     return scores, compared
@@ -410,17 +448,17 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     def shown(value):
         return value if isinstance(value, str) else f"{value:.4g}"
 
-    others = {name: shown(value) for name, value in scores.items() if name not in ("loss", *UNRECORDED)}
-    # only the loss of text is known to be of tokens; that of classes, or of an objective of the user's, has another unit
-    unit, entropy = ("", "") if baseline is None else (" nats a token", f" (unigram entropy {baseline:.4f})")
-    tokens = f", {scores['tokens']:,.0f} tokens" if unit else ""
-    words = [
-        f"validation loss {scores['loss']:.4f}{unit} ({scores['scored']}{tokens})",
-        f"perplexity {scores['perplexity']:.3f}",
-    ]
-    console.say(", ".join(words + [f"{name} {value}" for name, value in others.items()]) + entropy)
+    unit, is_of_tokens = scores["unit"], "perplexity" in scores
+    others = {name: shown(value) for name, value in scores.items() if name not in ("loss", unit, *UNRECORDED)}
+    per = " nats a token" if is_of_tokens else f" a {unit.removesuffix('s')}" if unit != "examples" else ""
+    counted = f", {scores[unit]:,.0f} {unit}" if unit != "examples" else ""
+    words = [f"validation loss {scores['loss']:.4f}{per} ({scores['scored']}{counted})"]
+    words += [f"perplexity {scores['perplexity']:.3f}"] if is_of_tokens else []
+    words += [f"{name} {value}" for name, value in others.items()]
+    entropy = "" if baseline is None or not is_of_tokens else f" (unigram entropy {baseline:.4f})"
+    console.say(", ".join(words) + entropy)
     text = None if job.sample is None else job.sample(state.best)
-    result = Result(folder.path, job.name, parameters.count(state.params), scores, baseline, text)
+    result = Result(folder.path, job.name, parameters.count(job.model(state.params)), scores, baseline, text)
     if not processes.is_first():
         return result
     if text is not None:

@@ -22,7 +22,7 @@ from jaxformer.evaluation.metric import as_numbers
 log = logging.getLogger("jaxformer")
 LARGEST = 10_000_000_000  # bytes of a record; a stranger's may have holes without an end
 # scores that no line of the record has: they follow from the loss, or are the same at each evaluation
-UNRECORDED = ("perplexity", "bits", "tokens", "examples", "scored")
+UNRECORDED = ("perplexity", "bits", "tokens", "examples", "scored", "unit")
 
 
 class Record:
@@ -276,11 +276,13 @@ class Reporter:
         self._every, self._last, self._max_skipped = every, last, max_skipped
         self._waiting: tuple[int, dict, float | None] | None = None
         self._clock: float | None = None
-        self._tokens = self._work = 0.0  # of the steps since the clock began, which is after the first step is compiled
+        self._count = self._work = 0.0  # of the steps since the clock began, which is after the first step is compiled
 
     def restart_clock(self) -> None:
-        """Time spent on evaluation and saving does not count in tokens a second."""
-        self._clock, self._tokens, self._work = time.monotonic(), 0.0, 0.0
+        """Time spent on evaluation and saving does not count in the rate."""
+        self._clock = time.monotonic()
+        self._count = 0.0
+        self._work = 0.0
 
     def later(self, step: int, metrics: dict[str, jax.Array], work: float | None = None) -> None:
         """`work` is the model's FLOPs of the step over the peak of all devices, in seconds; None where it is not known."""
@@ -296,35 +298,42 @@ class Reporter:
             return
         step, metrics, work = self._waiting
         self._waiting = None
+        unit = metrics["unit"].name if "unit" in metrics else "tokens"  # it holds no array
+        metrics = {name: value for name, value in metrics.items() if name != "unit"}
         values = as_numbers(jax.device_get(metrics))
+        bad_variables = values.pop("bad_variables", 0)
         figures = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
         finite = math.isfinite(values["loss"] + values["grad_norm"])
         if values["skipped"] >= self._max_skipped:
             times = f"{int(values['skipped'])} steps in a row, up to step {step}"
             what = "far above the steps before" if finite else "not finite"
+            if finite and bad_variables:
+                what = "new values of variables were not finite"
             raise NonFinite(f"{what} for {times} ({figures}); lower --optimizer.learning-rate or look at the data", step)
-        empty = values["tokens"] <= 0 and math.isfinite(values["grad_norm"])
+        empty = values[unit] <= 0 and math.isfinite(values["grad_norm"])
         if empty:  # it has no mean loss: the record says how many tokens there were instead
-            self._console.say(f"step {step} changed nothing: the weights of its batch sum to {values['tokens']:g}")
+            self._console.say(f"step {step} changed nothing: the weights of its batch sum to {values[unit]:g}")
             values = {name: value for name, value in values.items() if math.isfinite(value)}
         elif values["skipped"]:
             scale = f"; the loss scale is now {values['loss_scale']:g}" if "loss_scale" in values else ""
             spike = ", far above the steps before" * finite
+            if finite and bad_variables:
+                spike = f", new values of {bad_variables:g} variables are not finite"
             self._console.say(f"step {step} changed nothing: {figures}{spike}{scale}")
-        tokens = values["tokens"] if empty else values.pop("tokens")
-        speed = self._speed(tokens, work)
+        count = values[unit] if empty else values.pop(unit)
+        speed = self._speed(count, unit, work)
         if step % self._every == 0 or step == self._last:
             self._write(step, values)
-            others = sorted(name for name in values.keys() - {"loss", *QUIET} if "rms/" not in name)
+            others = sorted(name for name in values.keys() - {"loss", unit, *QUIET} if "rms/" not in name)
             shown = ["loss", *others, "learning_rate"] + ["skipped"] * (values["skipped"] > 0)
             self._console.step(step, {name: values[name] for name in shown if name in values} | speed)
 
-    def _speed(self, tokens: float, work: float | None) -> dict[str, float]:
+    def _speed(self, count: float, unit: str, work: float | None) -> dict[str, float]:
         now = time.monotonic()
         if self._clock is None:
             self._clock = now
             return {}
-        self._tokens += tokens if math.isfinite(tokens) else 0  # a weight of the batch may be NaN
+        self._count += count if math.isfinite(count) else 0  # a weight of the batch may be NaN
         self._work += work or 0
         seconds = max(now - self._clock, 1e-9)
-        return {"tokens/s": float(round(self._tokens / seconds))} | ({} if work is None else {"MFU": self._work / seconds})
+        return {f"{unit}/s": float(round(self._count / seconds))} | ({} if work is None else {"MFU": self._work / seconds})

@@ -18,7 +18,7 @@ from jaxformer.models import adaptation, blocks, norm, vision
 from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import initial
-from jaxformer.training import optimizers, schedules
+from jaxformer.training import optimizers, references, schedules
 from jaxformer.training.experiment import Checkpoints, Sample, Spikes
 
 
@@ -50,7 +50,9 @@ NAMES: dict[str, Mapping[str, Any]] = {
         objectives,
         "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence PrefixLanguageModel SpanCorruption",
     ) | _of(augment, "Flip Crop ResizedCrop Move"),
-    "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE), "adaptation": _of(adaptation, "Lora"),
+    "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE),
+    "references": ChainMap(_of(initial, "FromRun") | _of(references, "Reference Base"), MODEL, HUGGING_FACE),
+    "adaptation": _of(adaptation, "Lora"),
     "metrics": _of(generation, "Generated") | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
     | _of(perplexity, "StridedPerplexity") | ANSWERS,
     "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample} | ANSWERS,

@@ -16,8 +16,16 @@ from jaxformer.runs import checkpoint, checkpoint_reader
 from jaxformer.runs.run import Run, check_data, on_devices
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.recipe import build
-from jaxformer.training.step import LossScale, TrainState, abstract_state, init_state, make_train_step, state_shardings
+from jaxformer.training.recipe import Recipe, build
+from jaxformer.training.step import (
+    LossScale,
+    TrainState,
+    abstract_state,
+    init_state,
+    make_train_step,
+    state_shardings,
+    step_key,
+)
 
 
 def keep(folder: RunFolder, state: TrainState, step: int, metadata: dict[str, Any]) -> None:
@@ -40,6 +48,7 @@ def replay(run: Run) -> dict[str, Any]:
     check_data(run.folder, metadata, dataset)
     selection = dataset.train, experiment.batch_size, experiment.seed
     batch, examples = batching.batches(*selection)[step], batching.batch_indices(*selection)[step].tolist()
+    references = run.references
     with run.on_mesh():
         state = jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
         state = replace(state, step=jnp.full_like(state.step, step))
@@ -48,29 +57,47 @@ def replay(run: Run) -> dict[str, Any]:
         return {
             "step": step,
             "examples": examples,
-            **explain(experiment, state, on_devices(mesh, None, experiment.batch_size, batch)),
+            **explain(experiment, state, on_devices(mesh, None, experiment.batch_size, batch), references),
         }
 
 
-def explain(experiment: Experiment, state: TrainState, batch: dict[str, Any]) -> dict[str, Any]:
+def explain(
+    experiment: Experiment, state: TrainState, batch: dict[str, Any], references: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Loss and gradient norm of a step, computed again, and in `found` a line for each place that is not finite.
 
     It looks at parameters and batch; if the batch is finite, at the residual stream after each layer; if that is finite, at the
-    gradients. The state is donated.
+    gradients; and at the new values of variables. The state is donated.
     """
     found = [f"parameter {name} is not finite in {rows}" for name, rows in bad_rows(parameters.paths(state.params)).items()]
     cause = [f"batch: {name} is not finite in {rows}" for name, rows in bad_rows(batch).items()]
     cause += out_of_vocabulary(experiment.model, batch)
     recipe = build(replace(experiment, rms=("activation", "gradient")))
-    metrics = jax.device_get(jax.jit(make_train_step(recipe), donate_argnums=0)(state, batch)[1])
+    frozen = {name: references[name] for name in recipe.references} if references else None
+    written = bad_rows(new_variables(recipe, state, batch, frozen))
+    metrics = jax.device_get(jax.jit(make_train_step(recipe), donate_argnums=0)(state, batch, frozen)[1])
     for kind in ("activation", "gradient"):
         of_kind = {name.replace(f"rms/{kind}/", ""): value for name, value in metrics.items() if f"rms/{kind}/" in name}
         cause = cause or [f"{kind} of {name} is not finite in {rows}" for name, rows in bad_rows(of_kind).items()]
     found += cause
+    found += [f"the new value of {name} is not finite in {rows}" for name, rows in written.items()]
     numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
     if not found and np.isfinite(list(numbers.values())).all():
         found = ["computed again, everything is finite: a spike, or else a fault of the device or of the data source"]
     return {**numbers, "found": found}
+
+
+def new_variables(recipe: Recipe, state: TrainState, batch: dict[str, Any], references: Any) -> dict[str, Any]:
+    """New values of variables by path, of the batch as a whole; none where there are no variables."""
+    if not parameters.variables(recipe.spec):
+        return {}
+
+    @jax.jit
+    def updates(state, batch, references):
+        key = step_key(recipe, state.step)
+        return recipe.loss(state.params, batch, key, state.step, references).updates or {}
+
+    return updates(state, batch, references)
 
 
 def bad_rows(leaves: dict[str, Any]) -> dict[str, str]:

@@ -21,16 +21,17 @@ from jaxformer.decoding import Beams, round_to_int8, stream
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import answers, as_strings, before_stop, best_text, continuation, rooms_for, stop_strings
 from jaxformer.evaluation.metric import Evaluation
-from jaxformer.evaluation.perplexity import perplexity
+from jaxformer.evaluation.perplexity import mean_scores
 from jaxformer.models import heads
 from jaxformer.parallel import processes
 from jaxformer.params import random_key
-from jaxformer.runs import checkpoint, checkpoint_reader
+from jaxformer.runs import checkpoint, checkpoint_reader, references
 from jaxformer.runs.metrics import read_records
 from jaxformer.runs.names import NAMES
 from jaxformer.runs.run_folder import RunFolder, allow, open_experiment
 from jaxformer.training.experiment import Experiment, Sample
 from jaxformer.training.recipe import Recipe, build
+from jaxformer.training.references import without_adaptation
 from jaxformer.training.step import abstract_state, state_shardings
 
 ANY_BYTE = "<0xFF>"  # as tokenizers with a token for each byte name one of these
@@ -50,6 +51,7 @@ class Run:
     experiment: Experiment
     step: int | None = None
     average: int = 1
+    weights_of: Callable[[str], Callable] | None = None  # reads a reference that is a text and names no run of ours
 
     recipe = cached_property(lambda self: build(self.experiment))
     metrics = property(lambda self: read_records(self.folder.metrics))  # the records of metrics.jsonl
@@ -88,11 +90,27 @@ class Run:
 
     @property
     def params(self) -> Any:
-        """The model's parameters; of an adaptation, merged."""
+        """The model's parameters; of an adaptation, merged. Those of an objective are none of the model's."""
+        return self._made(self.recipe.parts.weights)
+
+    def _made(self, of: Callable[[Any], Any]) -> Any:
+        """What `of` makes of the tree that trained."""
         with self.on_mesh():
             if self.average > 1 and self.experiment.adaptation is not None:  # a mean of factors is not that of products
-                return self._mean(self.recipe.weights)[1]
-            return self.recipe.weights(self.checkpoint[1])
+                return self._mean(of)[1]
+            return of(self.checkpoint[1])
+
+    @cached_property
+    def references(self) -> dict[str, Any]:
+        """The parameters of the frozen models that the objective reads. ConfigError where one is another than in training."""
+        if not self.experiment.references:
+            return {}
+        # not under the mesh: what is read is on one device until it is split
+        found = references.read_references(self.experiment, self.mesh, self.folder.path.parent, self.weights_of)
+        with self.on_mesh():
+            _, trained, metadata = self.checkpoint
+            references.check_references(self.folder, metadata, references.digests(found))
+            return found | self.recipe.parts.base(trained)
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
         """A context whose computations are split over the run's mesh; without one, on one device, also within another mesh."""
@@ -113,14 +131,16 @@ class Run:
         with self.on_mesh():
             step, _, metadata = self.checkpoint
         check_data(self.folder, metadata, dataset)
-        merged = replace(self.experiment, adaptation=None)  # as `params` are, and as `quantize` takes them
+        merged = without_adaptation(self.experiment)  # as `params` are, and as `quantize` takes them
         recipe = build(merged)
-        score = evaluator(merged, recipe, dataset, self.mesh)
+        score = partial(evaluator(merged, recipe, dataset, self.mesh), step=step, references=self.references)
         with self.on_mesh():
-            scores = {"step": step, **score(self.params, final=True)}
+            trained = self._made(self.recipe.parts.merged)
+            scores = {"step": step, **score(trained, final=True)}
             if int8:
-                rounded = score(jax.jit(partial(round_to_int8, recipe.spec))(self.params), whole=True)
-                scores |= {f"int8_{name}": value for name, value in rounded.items() if name not in ("examples", "scored")}
+                rounded = score(jax.jit(partial(round_to_int8, recipe.spec))(trained), whole=True)
+                known = ("examples", "scored", "unit", scores["unit"])
+                scores |= {f"int8_{name}": value for name, value in rounded.items() if name not in known}
             return scores
 
     def generate(self, prompt: str, seed: int = 0, **options) -> str:
@@ -192,11 +212,13 @@ class Run:
 
 
 def open_run(
-    path: epath.PathLike, step: int | None = None, overrides: Sequence[str] = (), average: int = 1, trust: bool = False
-) -> Run:
+    path: epath.PathLike, step: int | None = None, overrides: Sequence[str] = (), average: int = 1, trust: bool = False,
+    weights_of: Callable[[str], Callable] | None = None,
+) -> Run:  # fmt: skip
     """The run in a folder; `overrides` as on the command line, of fields that decide no numbers: `--mesh.tensor=4`.
 
-    To open a run is to run its code: one that this user did not train on this machine needs `trust`, once. Raises ConfigError
+    To open a run is to run its code: one that this user did not train on this machine needs `trust`, once. `weights_of(text)`
+    reads a reference that is a text and names no run of ours, such as `families.HuggingFace`. Raises ConfigError
     for such a one, where there is no run, or where its experiment is no longer the same.
     """
     folder = RunFolder(epath.Path(path))
@@ -207,7 +229,7 @@ def open_run(
     if config.fingerprint(changed) != config.fingerprint(experiment):
         allowed = "only --mesh.… and --metrics may change here"
         raise ConfigError(f"{folder.path}: {' '.join(overrides)} would make it another run; {allowed}")
-    return Run(folder, changed, step, average)
+    return Run(folder, changed, step, average, weights_of)
 
 
 def _held_back(text: str, strings: Sequence[str]) -> int:
@@ -325,24 +347,29 @@ def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sh
     """(trained, final=False) -> scores over the first `eval_examples` of the validation split; then the metrics.
 
     With `final`, of the first `final_examples`, and with the metrics of the end. `whole=True`: that text without these
-    metrics. The scores say what was scored. The random key of a batch is a function of the seed and its number, the same
-    at every evaluation.
+    metrics. `step` and `references` are what the objective is given. The scores say what was scored. The random key of a
+    batch is a function of the seed and its number, the same at every evaluation.
     """
 
     @jax.jit
-    def score(trained: Any, batch: dict[str, Any], number: Any):
+    def scores_of_batch(trained: Any, batch: dict[str, Any], number: Any, step: Any, references: Any):
         key = jax.random.fold_in(jax.random.fold_in(random_key(recipe.seed), 2), number)
-        return recipe.score(trained, batch, key)
+        return recipe.score(trained, batch, key, step, references)
 
     def batches(examples: int, size: int) -> Iterator[dict[str, Any]]:
         rows = processes.local_rows(mesh, size)
         validation = batching.ValidationBatches(dataset.validation, size, rows, examples)
         return (on_devices(mesh, rows, size, validation[i]) for i in range(len(validation)))
 
-    def evaluate(trained: Any, final: bool = False, whole: bool = False) -> dict[str, Any]:
+    def evaluate(
+        trained: Any, final: bool = False, whole: bool = False, step: int = 0, references: Any = None
+    ) -> dict[str, Any]:
+        def score(trained: Any, batch: dict[str, Any], number: Any):
+            return scores_of_batch(trained, batch, number, np.int32(step), references)
+
         count = len(dataset.validation)
         examples = examples_scored(experiment, count, final or whole)
-        scores: dict[str, Any] = perplexity(score, trained, batches(examples, experiment.batch_size))
+        scores: dict[str, Any] = mean_scores(score, trained, batches(examples, experiment.batch_size))
         part = f"all {count:,} examples" if examples == count else f"the first {examples:,} of {count:,} examples"
         scores |= {"examples": float(examples), "scored": part}
         metrics = [metric for metric in experiment.metrics if final or not getattr(metric, "only_final", False)]

@@ -35,7 +35,7 @@ ENVIRONMENT = "python", "platform", "packages", "commit", "uncommitted_changes",
 LEFT_OVER = 3600  # seconds after which nobody is still writing a report's file
 ALLOWED = {"allowed": True}  # in the digest of code that the user trusted, but did not train with
 # fields that came after some runs, with the value that says what those runs did
-ADDED = {"ema_warmup": 1}
+ADDED: dict[str, Any] = {"ema_warmup": 1, "references": {}}
 # fields whose default was another one when some runs began; the descriptions of runs hold it
 CHANGED = ("optimizer.not_decayed",)
 

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +14,16 @@ from jaxformer import models, params
 from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import Mesh
+from jaxformer.runs import checkpoint_reader
 from jaxformer.runs.initial import FromRun
-from jaxformer.runs.run import open_run
-from jaxformer.runs.run_folder import runs_of
-from jaxformer.training.recipe import Recipe
+from jaxformer.runs.run_folder import RunFolder, open_experiment, runs_of
+from jaxformer.training.recipe import Recipe, build
+from jaxformer.training.step import abstract_state
 
 log = logging.getLogger("jaxformer")
 
 
-def from_text(text: str, runs: epath.PathLike = "runs") -> FromRun | None:
+def from_text(text: str, runs: epath.PathLike = "runs", field: str = "initial") -> FromRun | None:
     """The run that a text names: by its folder, by its name in `runs`, or an experiment's newest one. None: no run of ours."""
     path = epath.Path(text).expanduser()
     if storage.is_dir(path / "checkpoints"):
@@ -32,49 +33,66 @@ def from_text(text: str, runs: epath.PathLike = "runs") -> FromRun | None:
         if storage.is_dir(inside / "checkpoints"):
             return FromRun(str(inside))
         if found := [folder.path for folder in runs_of(text, runs) if storage.is_dir(folder.checkpoints)]:
-            log.info("initial=%s: the newest run is %s", text, found[-1])
+            log.info("%s=%s: the newest run is %s", field, text, found[-1])
             return FromRun(str(found[-1]))
     if storage.is_file(path / "config.json") or not storage.exists(path):
         return None
-    raise ConfigError(f"initial={text}: neither a run's folder nor one with a Hugging Face config.json")
+    raise ConfigError(f"{field}={text}: neither a run's folder nor one with a Hugging Face config.json")
 
 
 def first_params(
     initial: Callable | str | os.PathLike | None, model: Any, recipe: Recipe, runs: epath.PathLike = "runs",
     weights_of: Callable[[str], Callable] | None = None,
 ) -> params.Tree:  # fmt: skip
-    """The parameters that train, from `initial` (None: random), with factors as declared. ConfigError for wrong shapes.
+    """The tree that trains, from `initial` (None: random), with factors and the objective's own as declared.
 
-    `weights_of(text)` reads a text that names no run of ours. Shapes do not tell the base of a rotation, a mask or an
-    activation: a warning names the fields that differ.
+    ConfigError for wrong shapes. `weights_of(text)` reads a text that names no run of ours.
     """
     if initial is None:
         return None
-    model_spec = models.spec(model)
-    key, start = params.random_key(recipe.seed), initial
+    model_spec, key = models.spec(model), params.random_key(recipe.seed)
+    tree = read_params("initial", initial, model, key, runs, weights_of)
+    if "weights" in recipe.spec and "weights" not in model_spec:
+        tree = {"weights": tree}
+    if not isinstance(tree, Mapping):
+        return tree
+    added = {name: part for name, part in recipe.spec.items() if name not in tree}
+    return {**tree, **params.init(added, key)}
+
+
+def read_params(
+    field: str, initial: Callable | str | os.PathLike, model: Any, key: jax.Array, runs: epath.PathLike = "runs",
+    weights_of: Callable[[str], Callable] | None = None,
+) -> params.Tree:  # fmt: skip
+    """The parameters of a model, in float32, that the experiment's `field` names. ConfigError for wrong shapes.
+
+    Shapes do not tell the base of a rotation, a mask or an activation: a warning names the fields that differ.
+    """
+    model_spec, start = models.spec(model), initial
     if isinstance(start, str | os.PathLike):
         text = os.fspath(start)
-        start = from_text(text, runs)
+        start = from_text(text, runs, field)
         if start is None and weights_of is None:
             raise ConfigError(
-                f"initial={text}: no run of that name; weights of Hugging Face are families.HuggingFace({text!r})"
+                f"{field}={text}: no run of that name; weights of Hugging Face are families.HuggingFace({text!r})"
             )
         start = start or weights_of(text)  # type: ignore[misc]
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), _read(start, model_spec, key))
     if problem := params.mismatch(model_spec, tree):
-        raise ConfigError(f"initial={initial}: parameter {problem}; give the model the sizes and heads of those weights")
+        raise ConfigError(f"{field}={initial}: parameter {problem}; give the model the sizes and heads of those weights")
     if differing := getattr(start, "differences", lambda model: [])(model):
-        log.warning("initial=%s: the model differs from that of these weights in %s", initial, "; ".join(differing))
-    if "weights" not in recipe.spec or "weights" in model_spec:
-        return tree
-    added = {name: part for name, part in recipe.spec.items() if name != "weights"}
-    return {"weights": tree, **params.init(added, key)}
+        log.warning("%s=%s: the model differs from that of these weights in %s", field, initial, "; ".join(differing))
+    return tree
 
 
 def _read(start: Callable, spec: params.Tree, key: jax.Array) -> params.Tree:
     """The parameters of `start`; of a run that trained an adaptation, which only its experiment can merge, merged."""
     if not isinstance(start, FromRun) or start.description().get("adaptation") is None:
         return start(spec, key)
-    run = open_run(start.path, start.step)
-    on_one_device = replace(run.experiment, mesh=Mesh(data=1))
-    return jax.device_get(replace(run, experiment=on_one_device).params)
+    folder = RunFolder(epath.Path(start.path).expanduser())
+    recipe = build(replace(open_experiment(folder), mesh=Mesh(data=1)))
+    state = abstract_state(recipe)
+    part = "params" if state.ema is None else "ema"
+    place = folder.for_library(folder.checkpoints)
+    _, tree, _ = checkpoint_reader.restore_params(place, state.params, start.step, part=part)
+    return jax.device_get(recipe.weights(tree))

@@ -5,8 +5,8 @@ Whatever a researcher swaps is a function, or a frozen dataclass with `__call__`
 
 import math
 import unicodedata
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxformer.config import check_types, execution
@@ -17,6 +17,7 @@ from jaxformer.objectives.tokens import TokenCrossEntropy
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.params import check_pattern, check_seed
 from jaxformer.training.optimizers import AdamW
+from jaxformer.training.references import check_references
 from jaxformer.training.schedules import Cosine
 
 LONGEST_NAME = 240  # bytes; file systems take 255, and 9 are those of the fingerprint
@@ -105,9 +106,11 @@ class Experiment:
     data: Any  # has open(model) -> Dataset: Text, Stdlib, Reverse, ..., or your own
     optimizer: Callable = AdamW()  # (spec) -> optax.GradientTransformation
     schedule: Callable = Cosine()  # (experiment) -> (step -> learning rate)
-    objective: Callable = TokenCrossEntropy()  # (model, params, batch, key, dtype) -> LossSums
+    objective: Callable = TokenCrossEntropy()  # (model, params, batch, context) -> LossSums
     initial: Callable | str | None = None  # a run's or Hugging Face folder or name, or (spec, key) -> params; None: random
     adaptation: Callable | None = None  # (spec) -> Adapted, trained instead of the parameters, such as models.adaptation.Lora
+    # frozen models that the objective reads as context.references, {name: initial}; also training.Reference and training.Base
+    references: Mapping[str, Any] = field(default_factory=dict, hash=False)
     frozen: str | None = None  # regular expression: parameters whose path it matches somewhere do not train
     steps: int = 1000  # optimizer updates
     batch_size: int = 32  # examples a step
@@ -155,6 +158,7 @@ class Experiment:
             raise ConfigError(f"data={self.data!r}: expected an object with open(model) -> Dataset")
         if not callable(self.schedule(self)):
             raise ConfigError("schedule: expected (experiment) -> (step -> rate); for one of optax: lambda experiment: ...")
+        check_references(self.references)
         check_pattern("frozen", self.frozen)
         if self.gradient_sums == "bfloat16" != self.precision:
             raise ConfigError(f"gradient_sums=bfloat16: needs --precision=bfloat16, not {self.precision}")

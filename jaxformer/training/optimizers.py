@@ -167,22 +167,38 @@ def weight_decay(config: Any, spec: Tree) -> optax.GradientTransformation:
 def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.GradientTransformation:
     """The optimizer for parameters declared by `spec`; where the regular expression `frozen` matches a path, no update.
 
-    Frozen parameters have no state. ConfigError where `frozen` matches none or all, or the optimizer makes no transformation;
-    a warning where an alternative in it, as `a` of `a|b`, matches none.
+    Frozen parameters and variables have no state. ConfigError where `frozen` matches none or all, or the optimizer makes no
+    transformation; a warning where an alternative in it, as `a` of `a|b`, matches none.
     """
     transform = with_rates(optimizer, spec)
     if not isinstance(transform, optax.GradientTransformation):
         kind = type(transform).__name__
         raise ConfigError(f"optimizer={optimizer}: a {kind}; expected (spec) -> optax.GradientTransformation")
-    if frozen is None:
+    if frozen is not None:
+        _check_frozen(spec, frozen)
+    without = without_gradient(spec, frozen)
+    if not any(jax.tree.leaves(without)):
         return transform
-    matches = params.mask(spec, frozen)
-    if len(set(jax.tree.leaves(matches))) == 1:
-        count, example = "every" if jax.tree.leaves(matches)[0] else "no", next(iter(params.paths(spec)))
+    labels = jax.tree.map(lambda held: "frozen" if held else "trained", without)
+    return optax.partition({"frozen": optax.set_to_zero(), "trained": transform}, labels)
+
+
+def _check_frozen(spec: Tree, frozen: str) -> None:
+    """Raises ConfigError where the pattern matches no parameter, or every one."""
+    matches = jax.tree.leaves(params.mask(spec, frozen))
+    if len(set(matches)) == 1:
+        count, example = "every" if matches[0] else "no", next(iter(params.paths(spec)))
         raise ConfigError(f"frozen={frozen!r} matches {count} parameter; match some of their paths, such as {example}")
     patterns.warn_of_idle("frozen", frozen, tuple(params.paths(spec)))
-    labels = jax.tree.map(lambda match: "frozen" if match else "trained", matches)
-    return optax.partition({"frozen": optax.set_to_zero(), "trained": transform}, labels)
+
+
+def without_gradient(spec: Tree, frozen: str | None) -> Tree:
+    """True where a leaf has no gradient: it is a variable, or the regular expression `frozen` matches its path."""
+
+    def is_held(path, leaf):
+        return not leaf.trained or (frozen is not None and re.search(frozen, path) is not None)
+
+    return params.map_with_name(is_held, spec)
 
 
 def with_rates(optimizer: Callable, spec: Tree) -> Any:
@@ -241,15 +257,16 @@ def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax
     return optax.partition(groups, jax.tree.map(name, spec))
 
 
-def freeze(parameters: Tree, frozen: str | None) -> Tree:
-    """The parameters; if a path matches, no gradient of it is computed, and none is in the norm to clip."""
-    if frozen is None:
+def freeze(parameters: Tree, spec: Tree, frozen: str | None) -> Tree:
+    """The parameters; of what `without_gradient` names no gradient is computed, and none is in the norm to clip."""
+    without = without_gradient(spec, frozen)
+    if not any(jax.tree.leaves(without)):
         return parameters
 
-    def stop(leaf, match):
-        return jax.lax.stop_gradient(leaf) if match else leaf
+    def stop(held, leaf):
+        return jax.lax.stop_gradient(leaf) if held else leaf
 
-    return jax.tree.map(stop, parameters, params.mask(parameters, frozen))
+    return jax.tree.map(stop, without, parameters)
 
 
 def routes(optimizer: Any, spec: Tree, frozen: str | None = None) -> dict[str, str]:
@@ -258,6 +275,8 @@ def routes(optimizer: Any, spec: Tree, frozen: str | None = None) -> dict[str, s
     has_decay = params.paths(decayed(optimizer, spec)) if decays else {}
 
     def route(path, leaf):
+        if not leaf.trained:
+            return "a variable"
         if frozen is not None and re.search(frozen, path):
             return "frozen"
         name = getattr(optimizer, "__name__", type(optimizer).__name__)

@@ -21,10 +21,17 @@ from jaxformer.training.experiment import Spikes
 from jaxformer.training.recipe import Recipe
 
 Batch = dict[str, Array]
-Metrics = dict[str, Array]
+Metrics = dict[str, Any]
 GROWTH_INTERVAL = 2000
 LARGEST_SCALE = 2.0**24  # the loss scale ends there: infinity would never come back
 LEAST_DEVIATION = 1e-3  # of a mean: what varies less is a constant and its rounding, and a little more is no spike
+
+
+@struct.dataclass
+class Unit:
+    """What the weight of a step's loss counts, as a part of its metrics that holds no array."""
+
+    name: str = struct.field(pytree_node=False, default="tokens")
 
 
 @struct.dataclass
@@ -69,6 +76,17 @@ def abstract_state(recipe: Recipe, shardings: TrainState | None = None) -> Train
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return state if shardings is None else jax.tree.map(put, state, shardings)
+
+
+def abstract_references(recipe: Recipe, mesh: jax.sharding.Mesh | None = None) -> dict[str, Tree]:
+    """The shapes and types of the frozen models that a step is given, each split by its own spec."""
+
+    def put(leaf, place):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=place)
+
+    if mesh is None:
+        return {name: parameters.abstract(spec) for name, spec in recipe.references.items()}
+    return {name: jax.tree.map(put, spec, sharding.shardings(spec, mesh)) for name, spec in recipe.references.items()}
 
 
 def first_state(recipe: Recipe, shardings: TrainState | None = None, trained: Tree = None) -> TrainState:
@@ -117,10 +135,11 @@ def state_shardings(recipe: Recipe, mesh: jax.sharding.Mesh) -> TrainState:
     return jax.tree_util.tree_map_with_path(place, state_specs(recipe, mesh), is_leaf=is_leaf)
 
 
-def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """`(state, batch) -> (state, metrics)`, to be jitted with the state donated: `train_step` of a recipe.
+def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[..., tuple[TrainState, Metrics]]:
+    """`(state, batch, references=None) -> (state, metrics)`, to be jitted with the state donated: `train_step` of a recipe.
 
-    Under `jax.set_mesh` it is the step of all devices, with `axis_name` one copy's under `jax.pmap`, summed over that axis.
+    `references` are the parameters of frozen models by name, where the experiment has some. Under `jax.set_mesh` it is the
+    step of all devices, with `axis_name` one copy's under `jax.pmap`, summed over that axis.
     """
     return partial(train_step, recipe, axis_name)
 
@@ -128,34 +147,44 @@ def make_train_step(recipe: Recipe, axis_name: str | None = None) -> Callable[[T
 @sharding.auto_axes(  # the state is split as its parameters are, metrics are not
     lambda shapes, recipe, *_: (state_specs(recipe, jax.sharding.get_abstract_mesh()), jax.tree.map(lambda _: P(), shapes[1]))
 )
-def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def train_step(
+    recipe: Recipe, axis_name: str | None, state: TrainState, batch: Batch, references: Tree = None
+) -> tuple[TrainState, Metrics]:
     """The state after one batch, and what the step reports.
 
-    A step whose loss or gradient is not finite, or a spike, changes no parameter and no optimizer state; it counts in
-    `skipped`. After `max_skipped` of them in a row no step changes anything: the state stays that of the first bad one. A step
-    whose weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, and its loss and metrics are NaN.
-    Metrics: loss (nats a token), what the objective reports, tokens (sum of weights), grad_norm (before clipping),
-    learning_rate (the one used), skipped, and the root mean squares that the experiment asks for.
+    A step whose loss, gradient or new variable is not finite, or a spike, changes no parameter, no variable and no optimizer
+    state; it counts in `skipped`. After `max_skipped` of them in a row no step changes anything: the state stays that of the
+    first bad one. A step whose weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, and its loss
+    and metrics are NaN.
+    Metrics: loss (a mean), what the objective reports, the sum of weights under the name of its unit (tokens, images, ...),
+    that unit, grad_norm (before clipping), learning_rate (the one used), skipped, the root mean squares that the experiment
+    asks for, and with variables bad_variables, how many of their new values are not finite.
     """
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-    key = jax.random.fold_in(jax.random.fold_in(parameters.random_key(recipe.seed), 1), state.step)
+    key = step_key(recipe, state.step)
     if axis_name is not None:
         key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-    sums, gradients = accumulate(recipe, state.params, batch, key, scale)
+    sums, gradients = accumulate(recipe, state.params, batch, key, scale, state.step, references)
+    parts = recipe.accumulation
     if axis_name is not None:
         sums, gradients = jax.lax.psum((sums, gradients), axis_name)
+        parts = parts * jax.lax.axis_size(axis_name)
+    variables = mean_variables(sums.updates, parts)
     gradients = sharding.with_spec_sharding(gradients, recipe.spec, gradient_rules(recipe.mesh))
     total = jnp.where(sums.weight > 0, sums.weight, 1)
     means = jax.tree.map(lambda g: g / (total * scale), gradients)
     reports, norm = root_mean_squares(recipe, "gradient", means), optax.tree.norm(means)
     # the update reads the sums themselves: no array of means or of clipped gradients is written
     factor = clip_factor(norm, recipe.clip_norm) / (total * scale)
+    bad_variables = sum(~jnp.isfinite(value).all() for value in variables.values())
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+    if variables:
+        finite = finite & (bad_variables == 0)
     empty = finite & (sums.weight <= 0)
     recent = jnp.stack([sums.loss / total, norm]).astype(jnp.float32)
     good = finite & ~is_spike(recipe.spikes, state.recent, recent) & (state.skipped < recipe.max_skipped)
     rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
-    new, updates = conditional_update(good & ~empty, recipe, gradients, factor, rate, state)
+    new, updates = conditional_update(good & ~empty, recipe, gradients, factor, rate, state, variables)
     new = replace(count(new, finite, good, empty), step=state.step + 1)
     if state.recent is not None:
         later = jnp.concatenate([state.recent[:, 1:], recent[:, None]], axis=1)
@@ -166,15 +195,32 @@ def train_step(recipe: Recipe, axis_name: str | None, state: TrainState, batch: 
 
     metrics = {"loss": (sums.loss, sums.weight), **sums.metrics}
     metrics = {name: jnp.where(empty, jnp.nan, mean(*pair)) for name, pair in metrics.items()}
-    metrics |= reports | updates | {"tokens": sums.weight, "grad_norm": norm, "learning_rate": rate, "skipped": new.skipped}
+    metrics |= reports | updates | {"grad_norm": norm, "learning_rate": rate, "skipped": new.skipped}
+    metrics |= {sums.unit: sums.weight, "unit": Unit(sums.unit)}
+    if variables:
+        metrics["bad_variables"] = bad_variables
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
     return new, metrics
 
 
-def conditional_update(good: Array, recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainState):
+def step_key(recipe: Recipe, step: Array) -> Array:
+    """The random key of a step: a function of the seed and its number."""
+    return jax.random.fold_in(jax.random.fold_in(parameters.random_key(recipe.seed), 1), step)
+
+
+def mean_variables(updates: dict[str, Array] | None, parts: int) -> dict[str, Array]:
+    """New values of variables by path: the mean over the parts of a batch of which `updates` is the sum."""
+    if not updates:
+        return {}
+    return updates if parts == 1 else {path: value / parts for path, value in updates.items()}
+
+
+def conditional_update(
+    good: Array, recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainState, variables: dict[str, Array]
+) -> tuple[TrainState, Metrics]:
     """`update` of the state where `good` is True, else the state as it is and sizes of 0."""
-    apply = partial(update, recipe, sums, factor, rate)
+    apply = partial(update, recipe, sums, factor, rate, variables)
     nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(partial(root_mean_squares, recipe, "update"), state.params))
     if sharding.platform() != "gpu" or recipe.mesh.offload:  # arrays on the host have no jnp.where
         return jax.lax.cond(good, apply, lambda state: (state, nothing), state)
@@ -203,8 +249,10 @@ def clip_factor(norm: Array, largest: float | None) -> Array:
     return jnp.minimum(1.0, jnp.inf if largest is None else largest / norm)
 
 
-def update(recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainState) -> tuple[TrainState, Metrics]:
-    """The state with new parameters, optimizer state and average; sizes of updates.
+def update(
+    recipe: Recipe, sums: Tree, factor: Array, rate: Array, variables: dict[str, Array], state: TrainState
+) -> tuple[TrainState, Metrics]:
+    """The state with new parameters, variables, optimizer state and average; sizes of updates.
 
     The gradients are `sums` times the factor.
     """
@@ -213,13 +261,20 @@ def update(recipe: Recipe, sums: Tree, factor: Array, rate: Array, state: TrainS
     updates, opt_state = recipe.optimizer.update(gradients, opt_state, state.params)
     updates = jax.tree.map(lambda p, u: (rate * u).astype(p.dtype), state.params, updates)
     params = jax.tree.map(jnp.add, state.params, updates)
+    if variables:
+        params = parameters.map_with_name(partial(new_value, variables), params)
     ema = average(recipe, state, params)
     opt_state = in_memory(recipe, opt_state, jax.memory.Space.Host)
     return replace(state, params=params, opt_state=opt_state, ema=ema), root_mean_squares(recipe, "update", updates)
 
 
+def new_value(variables: dict[str, Array], path: str, leaf: Array) -> Array:
+    """The new value of a variable; any other leaf as it is."""
+    return variables[path].astype(leaf.dtype) if path in variables else leaf
+
+
 def average(recipe: Recipe, state: TrainState, params: Tree) -> Tree:
-    """The averaged parameters after this step; None where the experiment has none.
+    """The averaged parameters after this step, with variables as they are now; None where the experiment has none.
 
     The decay grows up to `ema_decay`. With a constant decay of 0.9999 the average of 300 steps is 97 % random start.
     """
@@ -228,11 +283,13 @@ def average(recipe: Recipe, state: TrainState, params: Tree) -> Tree:
     # 1 - decay, whose float32 would lose four digits of a decay of 0.9999
     share = jnp.maximum(1 - recipe.ema_decay, (recipe.ema_warmup - 1) / (recipe.ema_warmup + state.step))
 
-    def average_leaf(mean, leaf):
+    def average_leaf(spec, mean, leaf):
+        if not spec.trained:
+            return leaf
         # not decay * mean + share * leaf: in float32 these two do not add up to 1, and what is frozen would shrink
         return (mean + share * (leaf - mean)).astype(mean.dtype)
 
-    return jax.tree.map(average_leaf, state.ema, params)
+    return jax.tree.map(average_leaf, recipe.spec, state.ema, params)
 
 
 def average_decay(largest: float, warmup: int, step: Any) -> Any:
@@ -267,11 +324,14 @@ def count(state: TrainState, finite: Array, good: Array, empty: Array) -> TrainS
     return replace(state, loss_scale=loss_scale, skipped=skipped)
 
 
-def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) -> tuple[LossSums, Tree]:
+def accumulate(
+    recipe: Recipe, params: Tree, batch: Batch, key: Array, scale: Any, step: Any = 0, references: Tree = None
+) -> tuple[LossSums, Tree]:
     """Sums of losses and weights and the gradient of the loss sum (times `scale`), over micro-batches of the batch.
 
     Sums are divided once, at the end: splitting the batch does not change the gradient, however uneven the padding.
     """
+    loss_of = partial(recipe.loss, step=step, references=references)
     wide, narrow = params, jnp.dtype(recipe.gradient_sums)
     if narrow.itemsize < 4:  # a gradient has the dtype of its weight, which products round to this precision anyway
 
@@ -281,7 +341,7 @@ def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) ->
         params = jax.tree.map(lambda spec, leaf: leaf.astype(narrow) if rounds(spec) else leaf, recipe.spec, params)
 
     def loss(params, batch, key):
-        sums = recipe.loss(params, batch, key)
+        sums = loss_of(params, batch, key)
         return sums.loss * scale, sums
 
     def gradient(params, batch, key):
@@ -289,7 +349,7 @@ def accumulate(recipe: Recipe, params: Tree, batch: Batch, key: Array, scale) ->
         return jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), gradients, wide), sums
 
     if recipe.accumulation > 1 or recipe.mesh.backend == "pmap":
-        check_weight(recipe.loss, params, batch, key)
+        check_weight(loss_of, params, batch, key)
     if recipe.accumulation == 1:
         gradients, sums = gradient(params, batch, key)
         return sums, gradients

@@ -13,6 +13,7 @@ from jaxformer import models
 from jaxformer.data.augment import Crop, Flip, Move, ResizedCrop, augmented
 from jaxformer.masks import full
 from jaxformer.models import Classification, ModelConfig, Patches
+from jaxformer.objectives import StepContext
 from jaxformer.training import ClassCrossEntropy
 
 FUNCTIONS = [Flip(), Crop(2), ResizedCrop(), ResizedCrop((0.3, 0.9), (0.5, 2.0)), Move(), Move(45.0, 2.0)]
@@ -107,7 +108,7 @@ BATCH = {"images": IMAGES, "labels": jnp.arange(6) % 3, "weights": jnp.ones(6)}
 @pytest.mark.thorough
 def test_training_sees_changed_images_and_scoring_does_not():
     parameters = models.init(MODEL, jax.random.key(0))
-    score = lambda objective, batch, key: objective(MODEL, parameters, batch, key, jnp.float32).loss
+    score = lambda objective, batch, key: objective(MODEL, parameters, batch, StepContext(key)).loss
     plain, objective = ClassCrossEntropy(), ClassCrossEntropy(augment=(Crop(2), Flip()))
     assert objective.evaluation() == plain
     changed = augmented(objective.augment, jax.random.split(KEYS[0])[1], IMAGES)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ from jaxformer import masks, models
 from jaxformer.data import batching, pairs, tokenizers
 from jaxformer.data.pairs import Buckets, Example, Packed, Pair, Pairs
 from jaxformer.errors import ConfigError
+from jaxformer.objectives import StepContext
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.training import TokenCrossEntropy
 
@@ -112,7 +112,7 @@ def test_packed_pairs_have_the_loss_and_gradients_of_single_ones(model, implemen
     @jax.jit
     @jax.value_and_grad
     def loss(params, batch):
-        return objective(model, params, batch, jax.random.key(0), jnp.float32).loss
+        return objective(model, params, batch, StepContext(jax.random.key(0))).loss
 
     def total(rows):
         found = [loss(params, jax.device_put(rows.take_rows(np.array([i])))) for i in range(len(rows))]

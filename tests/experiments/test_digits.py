@@ -25,6 +25,7 @@ from jaxformer.data.batching import take_rows
 from jaxformer.data.images import Digits
 from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder
+from jaxformer.objectives import StepContext
 from jaxformer.parallel import Mesh
 from jaxformer.runs.metrics import Reporter
 from jaxformer.training import TokenCrossEntropy
@@ -77,7 +78,7 @@ def test_a_caption_is_scored_as_it_is_and_trained_on_moved_digits():
     model = EncoderDecoder(replace(caption_digits.encoder, **small), replace(caption_digits.decoder, **small), False)
     parameters = models.init(model, jax.random.key(0))
     batch = {name: jnp.asarray(rows) for name, rows in take_rows(CAPTIONS.open(None).train, np.arange(4)).items()}
-    loss = jax.jit(lambda objective, key: objective(model, parameters, batch, key, jnp.float32).loss, static_argnums=0)
+    loss = jax.jit(lambda objective, key: objective(model, parameters, batch, StepContext(key)).loss, static_argnums=0)
     plain, moved = TokenCrossEntropy(), experiment.objective
     first, second, third = (loss(objective, jax.random.key(1)) for objective in (plain, moved, MovedDigits(Move(0.0, 0.0))))
     np.testing.assert_allclose(third, first, rtol=1e-5)  # float32 sums in another order
@@ -97,7 +98,7 @@ def test_the_contrastive_loss_is_the_papers_in_float64():
     model, parameters, batch = small_towers()
     batch["weights"] = batch["weights"].at[13:].set(0)  # padding of a last batch
     key, objective = jax.random.key(1), retrieve_digits.Contrastive(move=None)
-    sums = objective(model, parameters, batch, key, jnp.float32)
+    sums = objective(model, parameters, batch, StepContext(key))
     images, texts, factor = model.apply(parameters, batch["images"], batch["tokens"], key)
     images, texts = (np.asarray(x, np.float64)[:13] for x in (images, texts))
     np.testing.assert_allclose(np.linalg.norm(images, axis=1), 1, rtol=1e-5)
@@ -118,7 +119,7 @@ def test_the_contrastive_loss_is_the_papers_in_float64():
 def test_the_contrastive_loss_is_over_the_batch_of_all_devices():
     model, parameters, batch = small_towers()
     objective = retrieve_digits.Contrastive(move=None)
-    loss = jax.jit(jax.value_and_grad(lambda p, b, key: objective(model, p, b, key, jnp.float32).loss))
+    loss = jax.jit(jax.value_and_grad(lambda p, b, key: objective(model, p, b, StepContext(key)).loss))
     expected, gradient = loss(parameters, batch, jax.random.key(0))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     put = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))

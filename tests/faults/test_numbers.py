@@ -16,8 +16,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxformer.training import Spikes, TokenCrossEntropy
 
-def objective(model, params, batch, key, dtype):
-    sums = TokenCrossEntropy()(model, params, batch, key, dtype)
+def objective(model, params, batch, context):
+    sums = TokenCrossEntropy()(model, params, batch, context)
     return sums._replace(loss=sums.loss * jnp.where((batch["tokens"] == 1).any(), FACTOR, 1.0))
 
 experiment = dataclasses.replace(

@@ -233,8 +233,8 @@ class Data(Text):
     def open(self, model):
         dataset = super().open(model)
         return replace(dataset, train=Source(dataset.train.tokens, dataset.train.length))
-def objective(model, params, batch, key, dtype):
-    sums = TokenCrossEntropy()(model, params, batch, key, dtype)
+def objective(model, params, batch, context):
+    sums = TokenCrossEntropy()(model, params, batch, context)
     jax.debug.callback(lambda _: count("objective"), sums.loss)
     return sums
 """ + EXPERIMENT.replace('data=Text(path="text.txt")', 'data=Data(path="text.txt"), objective=objective')

@@ -13,6 +13,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import Classification, LanguageModel, Mixture, ModelConfig, TokenClassification, heads
 from jaxformer.models.heads import Head
 from jaxformer.models.transformer import Output, read
+from jaxformer.objectives import StepContext
 from jaxformer.ops import cross_entropy
 from jaxformer.ops.losses import TokenSums
 from jaxformer.params import Spec
@@ -141,7 +142,7 @@ KEY = jax.random.key(0)  # of dropout, which these models have not
 
 def token_sums(config, p, data, **changes):
     """The objective's sums as `cross_entropy` gives them."""
-    sums = TokenCrossEntropy(**changes)(config, p, data, KEY, jnp.float32)
+    sums = TokenCrossEntropy(**changes)(config, p, data, StepContext(KEY))
     return TokenSums(sums.loss, sums.weight, sums.metrics["accuracy"][0])
 
 

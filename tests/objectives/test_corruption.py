@@ -12,6 +12,7 @@ from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import causal, chunked, full, prefix, window
 from jaxformer.models import Classification, Embedding, EncoderDecoder, LanguageModel, ModelConfig
+from jaxformer.objectives import StepContext
 from jaxformer.objectives.corruption import SpanCorruption, _partition, corrupt_spans, span_counts
 from jaxformer.objectives.masked import MaskedTokens, NextSentence, hide_tokens
 from jaxformer.objectives.tokens import PrefixLanguageModel
@@ -21,9 +22,9 @@ init, apply = jax.jit(models.init, static_argnums=0), jax.jit(models.apply, stat
 hide = jax.jit(hide_tokens, static_argnums=(2, 3))
 
 
-def sums_of(objective, *arguments):
-    """Of a model, its parameters, a batch and a key, in float32."""
-    return jax.jit(objective, static_argnums=(0, 4))(*arguments, jnp.float32)
+def sums_of(objective, model, params, batch, key):
+    """In float32."""
+    return jax.jit(objective, static_argnums=0)(model, params, batch, StepContext(key))
 
 
 def text(rows, length, seed=0):
@@ -152,7 +153,7 @@ def test_the_loss_of_hidden_tokens_by_hand():
     assert float(sums.weight) == counted.sum() > 0
     assert float(sums.loss) == pytest.approx(cross_entropy(logits, np.asarray(tokens), counted), rel=1e-5)  # float32
     with pytest.raises(ConfigError, match=r"objective.mask_token=51: model.vocab_size=51 must be at least 52"):
-        MaskedTokens(51)(config, params, {"tokens": tokens, "weights": weights}, key, jnp.float32)
+        MaskedTokens(51)(config, params, {"tokens": tokens, "weights": weights}, StepContext(key))
     with pytest.raises(ConfigError, match=r"objective.rate=1.0: must be in"):
         MaskedTokens(MASK, rate=1.0)
 
@@ -173,7 +174,7 @@ def test_the_loss_of_spans_by_hand():
     with pytest.raises(
         ConfigError, match=r"objective: 1 sentinels from 100 down must lie between end=51 and model.vocab_size=100"
     ):
-        SpanCorruption(100, END)(config, params, {"tokens": tokens, "weights": weights}, key, jnp.float32)
+        SpanCorruption(100, END)(config, params, {"tokens": tokens, "weights": weights}, StepContext(key))
 
 
 SENTENCES = ModelConfig(
@@ -221,7 +222,7 @@ def test_the_loss_of_next_sentences_by_hand():
 def test_next_sentences_need_both_heads(heads):
     config = replace(SENTENCES, heads=heads)
     with pytest.raises(ConfigError, match=r"heads LanguageModel\(\) and Classification\(2, name='next_sentence'\)"):
-        NextSentence(MaskedTokens(MASK))(config, {}, pairs(2, 16), jax.random.key(0), jnp.float32)
+        NextSentence(MaskedTokens(MASK))(config, {}, pairs(2, 16), StepContext(jax.random.key(0)))
 
 
 def test_special_tokens_are_never_hidden():

@@ -15,6 +15,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxModel
 from jaxformer.masks import causal, full
 from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig, Patches, TokenClassification
+from jaxformer.objectives import StepContext
 from jaxformer.ops import cross_entropy
 from jaxformer.training import AdamW, ClassCrossEntropy, Constant, Experiment, TokenCrossEntropy
 from jaxformer.training.recipe import build
@@ -30,9 +31,9 @@ def init(model):
     return jax.jit(partial(models.init, model))(jax.random.key(0))
 
 
-def sums_of(objective, *arguments):
-    """Of a model, its parameters, a batch and a key, in float32."""
-    return jax.jit(objective, static_argnums=(0, 4))(*arguments, jnp.float32)
+def sums_of(objective, model, params, batch, key):
+    """In float32."""
+    return jax.jit(objective, static_argnums=0)(model, params, batch, StepContext(key))
 
 
 class NoData:
@@ -111,7 +112,7 @@ def test_images_have_classes():
     logits = apply(images, parameters, batch["images"]).logits
     np.testing.assert_allclose(found.loss, -jax.nn.log_softmax(logits)[jnp.arange(3), jnp.arange(3)].sum(), rtol=1e-5)
     with pytest.raises(ConfigError, match=r"logits \[4, 3\], labels \[4\], weights \[4, 1\].*Classification head"):
-        ClassCrossEntropy()(images, parameters, batch | {"weights": jnp.ones((4, 1))}, KEYS[0], jnp.float32)
+        ClassCrossEntropy()(images, parameters, batch | {"weights": jnp.ones((4, 1))}, StepContext(KEYS[0]))
 
 
 @pytest.mark.thorough
@@ -128,7 +129,7 @@ def test_positions_have_classes():
     np.testing.assert_allclose(found.weight, batch["weights"].sum())
     rows = {"labels": batch["labels"][:, 0], "weights": batch["weights"][:, 0]}
     with pytest.raises(ConfigError, match=r"logits \[\d+, \d+, 3\], labels \[\d+\]"):
-        ClassCrossEntropy()(tagger, parameters, batch | rows, KEYS[0], jnp.float32)
+        ClassCrossEntropy()(tagger, parameters, batch | rows, StepContext(KEYS[0]))
 
 
 @pytest.mark.thorough
@@ -161,7 +162,7 @@ def test_a_model_of_ones_own_needs_only_spec_and_apply():
 
 
 def test_what_an_objective_returns_is_checked():
-    pair = recipe(CONFIG, objective=lambda model, params, batch, key, dtype: (jnp.ones(()), jnp.ones(())))
+    pair = recipe(CONFIG, objective=lambda model, params, batch, context: (jnp.ones(()), jnp.ones(())))
     assert pair.loss(init(CONFIG), BATCH, KEYS[0]).metrics == {}
     with pytest.raises(ConfigError, match="objective: returned float"):
         recipe(CONFIG, objective=lambda *_: 1.0).loss(models.init(CONFIG, KEYS[0]), BATCH, KEYS[0])

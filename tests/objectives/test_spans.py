@@ -9,10 +9,11 @@ from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
 from jaxformer.models import Classification, ModelConfig, TokenClassification
+from jaxformer.objectives import StepContext
 from jaxformer.objectives.spans import SpanCrossEntropy, best_spans
 
 init, apply = jax.jit(models.init, static_argnums=0), jax.jit(models.apply, static_argnums=0)
-loss = jax.jit(SpanCrossEntropy(), static_argnums=(0, 4))
+loss = jax.jit(SpanCrossEntropy(), static_argnums=0)
 CONFIG = ModelConfig(30, 1, 16, 2, context_length=12, masks=(full(),), heads=(TokenClassification(2),), init_std=0.5)
 
 
@@ -30,7 +31,7 @@ def batch(rows=4, length=12, seed=0):
 @pytest.mark.thorough
 def test_the_loss_of_spans_by_hand():
     rows, params = batch(), init(CONFIG, jax.random.key(0))
-    sums = loss(CONFIG, params, rows, jax.random.key(1), jnp.float32)
+    sums = loss(CONFIG, params, rows, StepContext(jax.random.key(1)))
     logits = np.asarray(apply(CONFIG, params, rows["tokens"]).logits, np.float64)[:, 4:]
     losses = [
         np.log(np.exp(logits[row, :, side]).sum()) - logits[row, int(rows["labels"][row, side]) - 4, side]
@@ -38,7 +39,7 @@ def test_the_loss_of_spans_by_hand():
     ]  # fmt: skip
     assert float(sums.weight) == 3
     assert float(sums.loss) == pytest.approx(sum(losses) / 2, rel=1e-5)  # float32
-    gradient = jax.jit(jax.grad(lambda p: loss(CONFIG, p, rows, jax.random.key(1), jnp.float32).loss))(params)
+    gradient = jax.jit(jax.grad(lambda p: loss(CONFIG, p, rows, StepContext(jax.random.key(1))).loss))(params)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
@@ -57,7 +58,7 @@ def test_what_is_right_is_counted():
     logits = apply(CONFIG, params, rows["tokens"]).logits
     best = best_spans(jnp.where(rows["passage"][:, None] > 0, logits.swapaxes(1, 2), -jnp.inf))
     rows["labels"] = jnp.where(jnp.arange(50)[:, None] < 20, best, jnp.roll(best, 1, axis=0))
-    sums = loss(CONFIG, params, rows, jax.random.key(1), jnp.float32)
+    sums = loss(CONFIG, params, rows, StepContext(jax.random.key(1)))
     expected = np.all(best == rows["labels"], axis=1)[:49].sum()
     assert sums.metrics["exact_match"] == (expected, 49) and expected >= 20
 
@@ -65,8 +66,8 @@ def test_what_is_right_is_counted():
 @pytest.mark.thorough
 def test_an_answer_outside_the_passage_is_left_out():
     rows, params = batch(), init(CONFIG, jax.random.key(0))
-    weightless = loss(CONFIG, params, rows | {"weights": rows["weights"].at[0].set(0)}, jax.random.key(1), jnp.float32)
-    sums = loss(CONFIG, params, rows | {"labels": rows["labels"].at[0, 0].set(1)}, jax.random.key(1), jnp.float32)
+    weightless = loss(CONFIG, params, rows | {"weights": rows["weights"].at[0].set(0)}, StepContext(jax.random.key(1)))
+    sums = loss(CONFIG, params, rows | {"labels": rows["labels"].at[0, 0].set(1)}, StepContext(jax.random.key(1)))
     assert (sums.loss, sums.weight) == (weightless.loss, weightless.weight) and sums.weight == 2
     assert sums.metrics["left_out"] == (1, 3) and weightless.metrics["left_out"] == (0, 2)
 
@@ -75,4 +76,4 @@ def test_an_answer_outside_the_passage_is_left_out():
 def test_other_heads_are_refused():
     config = ModelConfig(30, 1, 16, 2, context_length=12, heads=(Classification(2),))
     with pytest.raises(ConfigError, match=r"give the model a TokenClassification\(2\) head first"):
-        SpanCrossEntropy()(config, init(config, jax.random.key(0)), batch(), jax.random.key(1), jnp.float32)
+        SpanCrossEntropy()(config, init(config, jax.random.key(0)), batch(), StepContext(jax.random.key(1)))

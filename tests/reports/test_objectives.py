@@ -12,6 +12,7 @@ from jaxformer.data.augment import Crop, Flip, ResizedCrop, augmented
 from jaxformer.data.tasks import Copy
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
+from jaxformer.objectives import StepContext
 from jaxformer.objectives.spans import best_spans
 from jaxformer.ops.losses import cross_entropy
 from jaxformer.training import ClassCrossEntropy, Experiment, SpanCrossEntropy, TokenCrossEntropy, recipe
@@ -41,7 +42,7 @@ def spans(logits, labels, weights=None, passage=None):
     batch = {"tokens": labels, "passage": passage, "labels": labels, "weights": weights}
 
     def loss(logits):
-        sums = SpanCrossEntropy()(None, logits, batch, KEY, jnp.float32)
+        sums = SpanCrossEntropy()(None, logits, batch, StepContext(KEY))
         return sums.loss, sums
 
     gradient, sums = jax.grad(loss, has_aux=True)(logits)
@@ -129,7 +130,7 @@ def contrast(embeddings, tokens, weights=None):
     tokens = jnp.asarray(tokens)
     weights = jnp.ones(len(tokens)) if weights is None else jnp.asarray(weights, jnp.float32)
     batch = {"images": embeddings, "tokens": tokens, "weights": weights}
-    return retrieval.Contrastive(move=None)(Alike(None, None), None, batch, KEY, jnp.float32)
+    return retrieval.Contrastive(move=None)(Alike(None, None), None, batch, StepContext(KEY))
 
 
 @pytest.mark.thorough
@@ -173,7 +174,7 @@ def test_weights_of_the_data_are_kept(given):
     logits = jax.random.normal(KEY, (2, 4, 5))
     batch = {"tokens": jnp.zeros((2, 4), int), "labels": jnp.array([[1, -100, 2, 0], [-100, 3, 4, 4]])}
     batch["weights"] = jnp.array([[1.0, 0, 1, 0], [0, 0, 1, 0]])
-    sums = TokenCrossEntropy(label_smoothing=0.1)(None, logits, batch, KEY, jnp.float32)
+    sums = TokenCrossEntropy(label_smoothing=0.1)(None, logits, batch, StepContext(KEY))
     at = (jnp.array([0, 0, 1]), jnp.array([0, 2, 2]))
     expected = cross_entropy(logits[at], batch["labels"][at], label_smoothing=0.1)
     np.testing.assert_allclose([sums.loss, sums.weight], [expected.loss, 3], rtol=1e-6)
@@ -208,7 +209,7 @@ def test_each_image_is_changed_by_itself():
 def test_labels_of_another_shape(given):
     batch = {"tokens": jnp.zeros((4, 3), int), "labels": jnp.zeros((4, 1), int), "weights": jnp.ones((4, 1))}
     with pytest.raises(ConfigError, match=r"logits \[4, 5\], labels \[4, 1\]"):
-        ClassCrossEntropy()(None, jnp.zeros((4, 5)), batch, KEY, jnp.float32)
+        ClassCrossEntropy()(None, jnp.zeros((4, 5)), batch, StepContext(KEY))
 
 
 @pytest.mark.report(

@@ -17,6 +17,7 @@ from jaxformer.data.tokenizers import Bytes
 from jaxformer.errors import ConfigError
 from jaxformer.masks import causal, full
 from jaxformer.models import LanguageModel, Learned, ModelConfig, Relative
+from jaxformer.objectives import StepContext
 from jaxformer.ops.positions import within_segments
 from jaxformer.training import TokenCrossEntropy
 
@@ -237,7 +238,7 @@ def test_padding_of_pairs_changes_no_loss(positions):
     draw = lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), leaf.dtype)
     drawn = jax.tree.map(draw, shapes)
     pairs = [(rng.integers(0, 16, s), rng.integers(0, 16, t + 1)) for s, t in ((5, 4), (2, 6))]
-    loss = jax.jit(lambda batch: TokenCrossEntropy()(model, drawn, batch, jax.random.key(0), jnp.float32).loss)
+    loss = jax.jit(lambda batch: TokenCrossEntropy()(model, drawn, batch, StepContext(jax.random.key(0))).loss)
 
     def batch(pairs, source, target, place):
         """The pairs in rows of these lengths; `place`: how much of the padding is in front."""

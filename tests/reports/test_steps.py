@@ -51,7 +51,7 @@ ROWS = {
 }  # fmt: skip
 
 
-def loss(trained: Any, batch: Any, key: Any) -> LossSums:
+def loss(trained: Any, batch: Any, key: Any, step: Any = 0, references: Any = None) -> LossSums:
     """Squared errors of a linear map, and a random number."""
     errors = jnp.square(jnp.einsum("be,e->b", batch["x"], trained["w"], precision="highest") - batch["y"])
     weight = jnp.sum(batch["weights"])

@@ -252,7 +252,7 @@ def test_what_is_frozen_gets_no_update_and_no_state_and_the_rest_trains_as_ever(
 @pytest.mark.thorough
 def test_frozen_parameters_have_no_gradient():
     parameters = init(jax.random.key(0))
-    square = lambda tree: optax.tree.norm(optimizers.freeze(tree, "kernel"), squared=True)
+    square = lambda tree: optax.tree.norm(optimizers.freeze(tree, SPEC, "kernel"), squared=True)
     gradient = params.paths(jax.grad(square)(parameters))
     for path, leaf in params.paths(parameters).items():
         np.testing.assert_array_equal(gradient[path], 0 * leaf if "kernel" in path else 2 * leaf)

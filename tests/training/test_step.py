@@ -94,7 +94,7 @@ def test_sums_in_16_bits_round_only_weights_that_products_round():
     made = replace(EXPERIMENT, precision="bfloat16", gradient_sums="bfloat16")
     recipe, kinds = build(replace(made, model=replace(EXPERIMENT.model, feedforward=Mixture(4, 2, d_ff=16)))), {}
 
-    def loss(tree, batch, key):
+    def loss(tree, batch, key, step, references):
         kinds.update({path: str(leaf.dtype) for path, leaf in params.paths(tree).items()})
         return LossSums(sum(leaf.sum() for leaf in jax.tree.leaves(tree)), jnp.float32(1), {})
 

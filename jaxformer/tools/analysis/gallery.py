@@ -139,12 +139,15 @@ def attention(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
 def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
     """The norm of the gradient of an example's loss with respect to the parameters of each layer."""
 
-    def loss(trained: Tree) -> jax.Array:
-        sums = run.recipe.score(trained, batch, jax.random.key(0))
+    references = run.references
+
+    def loss(trained: Tree, step: int, references: Tree) -> jax.Array:
+        sums = run.recipe.score(trained, batch, jax.random.key(0), step, references)
         return sums.loss / jnp.maximum(sums.weight, 1e-9)
 
     with run.on_mesh():
-        leaves = params.paths(jax.jit(jax.grad(loss))(run.checkpoint[1]))
+        step, trained, _ = run.checkpoint
+        leaves = params.paths(jax.jit(jax.grad(loss))(trained, step, references))
     squares: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
         stack, _, rest = path.partition("layers/")

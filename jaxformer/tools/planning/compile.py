@@ -15,7 +15,7 @@ from jaxformer.data.batching import open_dataset
 from jaxformer.errors import ConfigError
 from jaxformer.tools.planning import topology
 from jaxformer.training.recipe import build
-from jaxformer.training.step import abstract_state, make_train_step, state_shardings
+from jaxformer.training.step import abstract_references, abstract_state, make_train_step, state_shardings
 
 FAST: Any = {"optimization_level": "O1"}
 # libtpu 0.0.42 ends the process over these on TPU7x (offload_collective_strategies.cc: "Check failed: std::abs(inc)")
@@ -44,13 +44,14 @@ def trace(experiment: Any, devices: list) -> Traced:
     parallel.check_context(dict(mesh.shape), models.context_lengths(experiment.model))
     recipe, (shapes, notes) = build(experiment), abstract_batch(experiment)
     places = state_shardings(recipe, mesh)
-    state = abstract_state(recipe, places)
+    state, references = abstract_state(recipe, places), abstract_references(recipe, mesh)
     batch = jax.tree.map(placed, shapes, sharding.batch_sharding(mesh, shapes))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(places, None))
-        stage = step.trace(state, batch)
-        evaluation = jax.jit(recipe.score).trace(state.best, batch, jax.eval_shape(lambda: jax.random.key(0)))
-    return Traced(mesh, stage, state, shapes, notes, device_bytes((state, batch)), evaluation)
+        stage = step.trace(state, batch, references)
+        key, number = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), np.int32)
+        evaluation = jax.jit(recipe.score).trace(state.best, batch, key, number, references)
+    return Traced(mesh, stage, state, shapes, notes, device_bytes((state, batch, references)), evaluation)
 
 
 def evaluation_bytes(traced: Traced, devices: list, fast: bool) -> int | None:

@@ -17,7 +17,7 @@ from jaxformer.tools.planning import flops, hlo, roofline, topology
 from jaxformer.tools.planning.compile import compile_step, evaluation_bytes, memory_of, trace
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import build, row_lengths, trained_weights
-from jaxformer.training.step import abstract_state, make_train_step
+from jaxformer.training.step import abstract_references, abstract_state, make_train_step
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _on_one_device(experiment: Any, batch: dict[str, Any], devices: list) -> flo
     """What the step computes on a single device that is large enough."""
     recipe = build(replace(experiment, mesh=parallel.Mesh(data=1)))
     with jax.sharding.use_abstract_mesh(parallel.make_mesh(recipe.mesh, devices[:1]).abstract_mesh):
-        return flops.count(make_train_step(recipe), abstract_state(recipe), batch)
+        return flops.count(make_train_step(recipe), abstract_state(recipe), batch, abstract_references(recipe))
 
 
 def table(plan: Plan) -> str:

@@ -1,0 +1,64 @@
+"""The frozen models of a run (`Experiment.references`): read at each start, and never other ones than at the first."""
+
+import hashlib
+import shlex
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from jaxformer import models, params, sharding
+from jaxformer.errors import ConfigError
+from jaxformer.params import Tree
+from jaxformer.runs import manifest
+from jaxformer.runs.run_folder import RunFolder
+from jaxformer.runs.start import read_params
+from jaxformer.training.references import references_of
+
+
+def read_references(
+    experiment: Any, mesh: jax.sharding.Mesh | None, runs: epath.PathLike = "runs",
+    weights_of: Callable[[str], Callable] | None = None,
+) -> dict[str, Tree]:  # fmt: skip
+    """The parameters of each reference by name, split over the mesh as their specs say. ConfigError for wrong shapes."""
+    found = {}
+    for name, reference in references_of(experiment).items():
+        model = experiment.model if reference.model is None else reference.model
+        key = jax.random.fold_in(params.random_key(experiment.seed), zlib.crc32(name.encode()))
+        tree = read_params(f"references[{name!r}]", reference.initial, model, key, runs, weights_of)
+        found[name] = tree if mesh is None else _split(tree, experiment.mesh.backend, model, mesh)
+    return found
+
+
+def _split(tree: Tree, backend: str, model: Any, mesh: jax.sharding.Mesh) -> Tree:
+    if backend == "pmap":  # which makes a copy for each device itself
+        return jax.device_put(tree, mesh.devices.flat[0])
+
+    def place(leaf, split):
+        return jax.make_array_from_callback(leaf.shape, split, lambda index: leaf[index])  # every process has the arrays
+
+    return jax.tree.map(place, jax.device_get(tree), sharding.shardings(models.spec(model), mesh))
+
+
+def digests(references: Mapping[str, Tree]) -> dict[str, str]:
+    """A digest of the parameters of each reference: any other bit gives another one, another mesh does not."""
+    found = {}
+    for name, tree in references.items():
+        leaves = dict(manifest.named_leaves(tree))
+        prints = zip(leaves, manifest.fingerprints(leaves.values()), strict=True)
+        text = " ".join(f"{path} {leaves[path].shape} {digits}" for path, digits in prints)
+        found[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
+
+
+def check_references(folder: RunFolder, metadata: Mapping[str, Any], found: Mapping[str, str]) -> None:
+    """Raises ConfigError where a reference is not the one that the checkpoint was trained with."""
+    before = metadata.get("references", {})
+    for name in sorted({**before, **found}):
+        if before.get(name) != found.get(name):
+            problem = f"is another model than when this run began (digest {before.get(name)}, now {found.get(name)})"
+            initial = f"--initial={shlex.quote(str(folder.path))} --name=..."
+            advice = f"restore it, or train on from the run's parameters as another run: {initial}"
+            raise ConfigError(f"{folder.path}: references[{name!r}] {problem}; {advice}")
