@@ -298,8 +298,7 @@ class Reporter:
             return
         step, metrics, work = self._waiting
         self._waiting = None
-        unit = metrics["unit"].name if "unit" in metrics else "tokens"  # it holds no array
-        metrics = {name: value for name, value in metrics.items() if name != "unit"}
+        unit = getattr(metrics, "unit", "tokens")
         values = as_numbers(jax.device_get(metrics))
         bad_variables = values.pop("bad_variables", 0)
         figures = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"

@@ -106,7 +106,8 @@ class Run:
         if not self.experiment.references:
             return {}
         # not under the mesh: what is read is on one device until it is split
-        found = references.read_references(self.experiment, self.mesh, self.folder.path.parent, self.weights_of)
+        on_mesh = replace(self.experiment, mesh=replace(self.experiment.mesh, explicit=False, backend="jit"))
+        found = references.read_references(on_mesh, self.mesh, self.folder.path.parent, self.weights_of)
         with self.on_mesh():
             _, trained, metadata = self.checkpoint
             references.check_references(self.folder, metadata, references.digests(found))

@@ -144,6 +144,7 @@ class Experiment:
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = execution(())  # beside metrics.jsonl
 
     def __post_init__(self):
+        check_references(self.references)
         # a warm-up of 1e3 steps is one of 1000, which the schedules themselves look at
         check_types(self, besides=("schedule.warmup",))
         _check_name(self.name)
@@ -158,7 +159,6 @@ class Experiment:
             raise ConfigError(f"data={self.data!r}: expected an object with open(model) -> Dataset")
         if not callable(self.schedule(self)):
             raise ConfigError("schedule: expected (experiment) -> (step -> rate); for one of optax: lambda experiment: ...")
-        check_references(self.references)
         check_pattern("frozen", self.frozen)
         if self.gradient_sums == "bfloat16" != self.precision:
             raise ConfigError(f"gradient_sums=bfloat16: needs --precision=bfloat16, not {self.precision}")

@@ -1,6 +1,6 @@
 """What a run carries from step to step, and one step as a pure function: gradients, clip, update, select."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,17 +21,28 @@ from jaxformer.training.experiment import Spikes
 from jaxformer.training.recipe import Recipe
 
 Batch = dict[str, Array]
-Metrics = dict[str, Any]
+Metrics = dict[str, Array]
 GROWTH_INTERVAL = 2000
 LARGEST_SCALE = 2.0**24  # the loss scale ends there: infinity would never come back
 LEAST_DEVIATION = 1e-3  # of a mean: what varies less is a constant and its rounding, and a little more is no spike
 
 
-@struct.dataclass
-class Unit:
-    """What the weight of a step's loss counts, as a part of its metrics that holds no array."""
+@jax.tree_util.register_pytree_with_keys_class
+class StepMetrics(dict):
+    """What a step reports, {name: array}. `unit` is the name under which the weight of its loss is: tokens, images, ..."""
 
-    name: str = struct.field(pytree_node=False, default="tokens")
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]], unit: str):
+        super().__init__(values)
+        self.unit = unit
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        names = tuple(sorted(self))
+        return [(jax.tree_util.DictKey(name), self[name]) for name in names], (names, self.unit)
+
+    @classmethod
+    def tree_unflatten(cls, names_and_unit: Any, values: Any) -> "StepMetrics":
+        names, unit = names_and_unit
+        return cls(zip(names, values, strict=True), unit)
 
 
 @struct.dataclass
@@ -157,8 +168,8 @@ def train_step(
     first bad one. A step whose weights sum to 0 (or less) has no mean to descend: it changes nothing but `step`, and its loss
     and metrics are NaN.
     Metrics: loss (a mean), what the objective reports, the sum of weights under the name of its unit (tokens, images, ...),
-    that unit, grad_norm (before clipping), learning_rate (the one used), skipped, the root mean squares that the experiment
-    asks for, and with variables bad_variables, how many of their new values are not finite.
+    grad_norm (before clipping), learning_rate (the one used), skipped, the root mean squares that the experiment asks for,
+    and with variables bad_variables, how many of their new values are not finite.
     """
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
     key = step_key(recipe, state.step)
@@ -196,12 +207,12 @@ def train_step(
     metrics = {"loss": (sums.loss, sums.weight), **sums.metrics}
     metrics = {name: jnp.where(empty, jnp.nan, mean(*pair)) for name, pair in metrics.items()}
     metrics |= reports | updates | {"grad_norm": norm, "learning_rate": rate, "skipped": new.skipped}
-    metrics |= {sums.unit: sums.weight, "unit": Unit(sums.unit)}
+    metrics[sums.unit] = sums.weight
     if variables:
         metrics["bad_variables"] = bad_variables
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
-    return new, metrics
+    return new, StepMetrics(metrics, sums.unit)
 
 
 def step_key(recipe: Recipe, step: Array) -> Array:
