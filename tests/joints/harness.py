@@ -119,7 +119,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def assert_resumes_to_the_same_bits(files: dict[str, str], tmp_path: Path, *options: str, at: int = 6) -> Path:
+def assert_resumes_to_the_same_bits(files: dict[str, str], tmp_path: Path, *options: str, at: int = 7) -> Path:
     """The last file of a page, killed at a step between two checkpoints and started again, ends as one undisturbed.
 
     Returns the folder in which nothing was disturbed.
@@ -128,7 +128,7 @@ def assert_resumes_to_the_same_bits(files: dict[str, str], tmp_path: Path, *opti
     last = list(files)[-1]
     train(whole, files, *OPTIONS, *options)
     train(killed, files, *OPTIONS, *options, stop={last: at})
-    assert max(record["step"] for record in records(run_of(killed, last))) < at
+    assert max(record["step"] for record in records(run_of(killed, last))) <= at  # an evaluation has the steps done
     train(killed, {last: files[last]}, *OPTIONS, *options)
     expected, found = run_of(whole, last), run_of(killed, last)
     assert expected.name == found.name
