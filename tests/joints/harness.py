@@ -15,6 +15,7 @@ import ast
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def stopped_at(step: int | None) -> Iterator[None]:
 
 def run_of(folder: Path, name: str) -> Path:
     """The folder of the only run of an experiment."""
-    (path,) = (folder / "runs").glob(f"{name}-*")
+    (path,) = (folder / "runs").glob(f"{name}-????????")  # of reversals, not of reversals-lora
     return path
 
 
@@ -125,9 +126,11 @@ def assert_resumes_to_the_same_bits(files: dict[str, str], tmp_path: Path, *opti
     Returns the folder in which nothing was disturbed.
     """
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    last = list(files)[-1]
-    train(whole, files, *OPTIONS, *options)
-    train(killed, files, *OPTIONS, *options, stop={last: at})
+    *earlier, last = files
+    train(whole, {name: files[name] for name in earlier}, *OPTIONS, *options)
+    shutil.copytree(whole, killed)  # what the last file begins from is the same
+    train(whole, {last: files[last]}, *OPTIONS, *options)
+    train(killed, {last: files[last]}, *OPTIONS, *options, stop={last: at})
     assert max(record["step"] for record in records(run_of(killed, last))) <= at  # an evaluation has the steps done
     train(killed, {last: files[last]}, *OPTIONS, *options)
     expected, found = run_of(whole, last), run_of(killed, last)
