@@ -34,7 +34,7 @@ def bare_step(recipe, state, batch):
     sums, gradients = steps.accumulate(recipe, state.params, batch, key, 1.0)
     norm = optax.tree.norm(jax.tree.map(lambda g: g / sums.weight, gradients))
     factor = steps.clip_factor(norm, recipe.clip_norm) / sums.weight
-    state, _ = steps.update(recipe, gradients, factor, jnp.float32(recipe.schedule(state.step)), state)
+    state, _ = steps.update(recipe, gradients, factor, jnp.float32(recipe.schedule(state.step)), {}, state)
     return replace(state, step=state.step + 1), {"loss": sums.loss / sums.weight, "grad_norm": norm}
 
 

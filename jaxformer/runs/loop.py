@@ -35,8 +35,8 @@ from jaxformer.runs.checks import (
     was_scored,
 )
 from jaxformer.runs.goodput import Goodput
-from jaxformer.runs.metrics import UNRECORDED, Console, NonFinite, Record, Reporter, open_loggers
-from jaxformer.runs.references import check_references, digests, read_references
+from jaxformer.runs.metrics import UNRECORDED, Console, NonFinite, Record, Reporter, in_words, open_loggers
+from jaxformer.runs.references import Frozen, check_references, read_references, with_references
 from jaxformer.runs.run import check_data, evaluator, examples_scored, on_devices, sample_text, warn_of_order
 from jaxformer.runs.run_folder import RunFolder, as_it_began, describe, introduce, run_folder
 from jaxformer.runs.signals import Interrupted, Signals
@@ -103,8 +103,8 @@ def train(
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. `source` is the experiment's file, which the folder keeps. `refresh(folder)` is called after each
     evaluation, `reports` at the end with the result and the records: they return a line to print. `began` is the program's
-    start by `time.monotonic`. `weights_of(text)` reads an `initial` that is a text and names no run of ours. Raises ConfigError
-    for what the user can mend, NonFinite when the numbers stay bad, Interrupted on SIGTERM. All processes call it alike.
+    start by `time.monotonic`. `weights_of(text)` reads a text of `initial` or `references` that names no run of ours. Raises
+    ConfigError for what the user can mend, NonFinite when numbers stay bad, Interrupted on SIGTERM. All processes call it alike.
     """
     began = time.monotonic() if began is None else began
     folder = run_folder(experiment, runs)
@@ -125,7 +125,6 @@ def train(
         watchdog = stack.enter_context(processes.Watchdog(processes.step_limit()))
         watchdog.phase("the references", patience=math.inf)  # they may have to be downloaded
         frozen = read_references(experiment, mesh, runs, weights_of)
-        digest = digests(frozen)
 
         def begin():
             watchdog.phase("the first parameters", patience=math.inf)  # they may have to be downloaded
@@ -134,21 +133,20 @@ def train(
             return params
 
         watchdog.phase("the restore")
-        state, start = restore(recipe, folder, dataset, manager, record, mesh, begin, digest)
+        state, start = restore(recipe, folder, dataset, manager, record, mesh, begin, frozen.digests)
         # not before: first parameters are on one device, and under a mesh JAX computes nothing with them
         if mesh is not None and experiment.mesh.backend == "jit":
             stack.enter_context(jax.set_mesh(mesh))
         memory.keep()
         write_description(folder, experiment, source, dataset)
         console = open_console(experiment, folder, record)
-        for line in [*lines, *_facts(experiment, recipe, dataset, start, mesh)]:
-            console.say(line)
-        job = prepare(experiment, recipe, folder, dataset, mesh, refresh if is_first else None, frozen, digest)
+        console.say_all([*lines, *_facts(experiment, recipe, dataset, start, mesh)])
+        job = prepare(experiment, recipe, folder, dataset, mesh, refresh if is_first else None, frozen)
         watchdog.phase("the first evaluation" if start < job.steps else "the last evaluation")
         goodput = Goodput(folder.goodput if is_first else None, began)
         if start < job.steps:
             if not known and not was_scored(record.lines, experiment.checkpoints.best):
-                try_best(experiment, recipe, dataset, mesh, state, frozen)
+                try_best(experiment, recipe, dataset, mesh, state, frozen.params)
             state, scores = loop(job, manager, state, start, record, console, watchdog, goodput)
             console.say(goodput.summary())
         else:
@@ -183,11 +181,11 @@ def write_description(folder: RunFolder, experiment: Experiment, source: Source 
 
 
 def restore(
-    recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin, digest: dict[str, str]
+    recipe: Recipe, folder: RunFolder, dataset, manager, record: Record, mesh, begin, digests: dict[str, str]
 ) -> tuple[TrainState, int]:
     """The newest good state, or that of the parameters `begin()`, on the mesh; the record goes back to the same step.
 
-    Raises ConfigError where data or references (their `digest`) are not those that the state was trained with.
+    Raises ConfigError where data or references (their `digests`) are not those that the state was trained with.
     """
     shardings = state_shardings(recipe, mesh) if mesh is not None and recipe.mesh.backend == "jit" else None
     restored = manager.restore(abstract_state(recipe, shardings))
@@ -198,7 +196,7 @@ def restore(
         return state, 0
     step, state, metadata = restored
     check_data(folder, metadata, dataset)
-    check_references(folder, metadata, digest)
+    check_references(folder, metadata, digests)
     warn_of_order(folder, metadata, dataset)
     record.rewind(step)
     return state, step
@@ -230,13 +228,9 @@ def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) ->
 
 
 def prepare(
-    experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None,
-    frozen: dict[str, Any], digest: dict[str, str],
-) -> Job:  # fmt: skip
-    """The parts of an experiment that the loop needs. Functions below this one do not see the experiment.
-
-    `frozen` are the references, which each step gets; `digest` is that of each.
-    """
+    experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None, frozen: Frozen
+) -> Job:
+    """The parts of an experiment that the loop needs. Functions below this one do not see the experiment."""
     draw = None if refresh is None else partial(BestEffort(refresh, share=0.05), folder)
     size = experiment.batch_size
     rows = processes.local_rows(mesh, size)
@@ -250,8 +244,8 @@ def prepare(
     elif mesh is not None:
         check = partial(replicas.check, mesh)
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
-    if frozen:
-        step = with_references(step, spread(frozen))
+    if frozen.params:
+        step = with_references(step, spread(frozen.params))
     sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
     if experiment.profile and processes.is_first():  # the profiler writes no bucket
         traces = folder.for_library(folder.path / "profile")
@@ -264,8 +258,8 @@ def prepare(
             return seconds(*row_lengths(experiment, batch))
 
     metadata = {"data_digest": dataset.digest, "order": batching.ORDER, "config": config.describe(experiment)}
-    if digest:
-        metadata["references"] = digest
+    if frozen.digests:
+        metadata["references"] = frozen.digests
     count = len(dataset.validation)
     batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
 
@@ -273,7 +267,7 @@ def prepare(
         reproduction.keep(folder, state, step, metadata)
         batch = on_devices(None if pmapped else mesh, rows, size, batches(step))
         bad = replace(state, step=jax.numpy.full_like(state.step, step))
-        result = reproduction.explain(experiment, bad, batch, frozen)
+        result = reproduction.explain(experiment, bad, batch, frozen.params)
         numbers = f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g}"
         examples = batching.batch_indices(dataset.train, size, experiment.seed)[step].tolist()
         replay = f"python -m jaxformer evaluate {shlex.quote(str(folder.path))} --replay"
@@ -286,19 +280,10 @@ def prepare(
         examples=(examples_scored(experiment, count, False), examples_scored(experiment, count, True), count),
         put=put, step=step, spread=spread, gather=gather, model=lambda trained: recipe.parts.split(trained)[0],
         metadata=metadata, batches=batches, explain=BestEffort(explain), check=check,
-        evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh), frozen),
+        evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh), frozen.params),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=profile, work=work, refresh=draw or (lambda: None),
     )  # fmt: skip
-
-
-def with_references(step: Callable, frozen: dict[str, Any]) -> Callable:
-    """A step that is given these references with every batch."""
-
-    def step_with_references(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-        return step(state, batch, frozen)
-
-    return step_with_references
 
 
 def seconds_at_peak(experiment: Experiment, devices: int, kind: str, length: int, source: int | None) -> float | None:
@@ -445,18 +430,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
     if dataset.tokenizer is not None:
         baseline = processes.first(lambda: batching.unigram_entropy(dataset))
 
-    def shown(value):
-        return value if isinstance(value, str) else f"{value:.4g}"
-
-    unit, is_of_tokens = scores["unit"], "perplexity" in scores
-    others = {name: shown(value) for name, value in scores.items() if name not in ("loss", unit, *UNRECORDED)}
-    per = " nats a token" if is_of_tokens else f" a {unit.removesuffix('s')}" if unit != "examples" else ""
-    counted = f", {scores[unit]:,.0f} {unit}" if unit != "examples" else ""
-    words = [f"validation loss {scores['loss']:.4f}{per} ({scores['scored']}{counted})"]
-    words += [f"perplexity {scores['perplexity']:.3f}"] if is_of_tokens else []
-    words += [f"{name} {value}" for name, value in others.items()]
-    entropy = "" if baseline is None or not is_of_tokens else f" (unigram entropy {baseline:.4f})"
-    console.say(", ".join(words) + entropy)
+    console.say(in_words(scores, baseline))
     text = None if job.sample is None else job.sample(state.best)
     result = Result(folder.path, job.name, parameters.count(job.model(state.params)), scores, baseline, text)
     if not processes.is_first():

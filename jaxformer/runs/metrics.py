@@ -239,6 +239,10 @@ class Console:
         text = " ".join(f"{name} {_format(value)}" for name, value in values.items())
         self.say(f"step {done:>{len(str(self._total))}}/{self._total} {text}{left}")
 
+    def say_all(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.say(line)
+
     def say(self, text: str) -> None:
         if self._heard:
             try:
@@ -246,6 +250,28 @@ class Console:
             except OSError as error:  # a log file on a full disk, a pager that was closed, a terminal that is gone
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO):
                     raise
+
+
+def in_words(scores: Mapping[str, Any], baseline: float | None) -> str:
+    """The last line of a run: its scores in their unit. `baseline` is the unigram entropy of the text, nats a token."""
+
+    def shown(value):
+        return value if isinstance(value, str) else f"{value:.4g}"
+
+    unit = scores["unit"]
+    is_of_tokens = "perplexity" in scores
+    if is_of_tokens:
+        per = " nats a token"
+    else:
+        per = "" if unit == "examples" else f" a {unit.removesuffix('s')}"
+    counted = "" if unit == "examples" else f", {scores[unit]:,.0f} {unit}"
+    words = [f"validation loss {scores['loss']:.4f}{per} ({scores['scored']}{counted})"]
+    if is_of_tokens:
+        words.append(f"perplexity {scores['perplexity']:.3f}")
+    others = [name for name in scores if name not in ("loss", unit, *UNRECORDED)]
+    words += [f"{name} {shown(scores[name])}" for name in others]
+    entropy = f" (unigram entropy {baseline:.4f})" if is_of_tokens and baseline is not None else ""
+    return ", ".join(words) + entropy
 
 
 def _format(value: float) -> str:

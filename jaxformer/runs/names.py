@@ -35,7 +35,8 @@ _OF_MODELS = {
     vision: "Reconstruction",
 }
 _TRUNK = models.PRESETS | {name: value for module, names in _OF_MODELS.items() for name, value in _of(module, names).items()}
-MODEL: Mapping[str, Any] = ChainMap(_TRUNK, Offered("jaxformer.zoo"))  # type: ignore[arg-type]
+_MODEL: Any = ChainMap(_TRUNK, Offered("jaxformer.zoo"))  # type: ignore[arg-type]
+MODEL: Mapping[str, Any] = _MODEL
 HUGGING_FACE: Any = Offered("jaxformer.families", {"HuggingFace": "initial"})
 ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
 NAMES: dict[str, Mapping[str, Any]] = {
@@ -51,7 +52,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
         "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence PrefixLanguageModel SpanCorruption",
     ) | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE),
-    "references": ChainMap(_of(initial, "FromRun") | _of(references, "Reference Base"), MODEL, HUGGING_FACE),
+    "references": ChainMap(_of(initial, "FromRun") | _of(references, "Reference Base"), _MODEL, HUGGING_FACE),
     "adaptation": _of(adaptation, "Lora"),
     "metrics": _of(generation, "Generated") | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
     | _of(perplexity, "StridedPerplexity") | ANSWERS,

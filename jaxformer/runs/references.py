@@ -4,7 +4,7 @@ import hashlib
 import shlex
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
@@ -18,18 +18,25 @@ from jaxformer.runs.start import read_params
 from jaxformer.training.references import references_of
 
 
+class Frozen(NamedTuple):
+    """The references of a run by name."""
+
+    params: dict[str, Tree]
+    digests: dict[str, str]
+
+
 def read_references(
     experiment: Any, mesh: jax.sharding.Mesh | None, runs: epath.PathLike = "runs",
     weights_of: Callable[[str], Callable] | None = None,
-) -> dict[str, Tree]:  # fmt: skip
-    """The parameters of each reference by name, split over the mesh as their specs say. ConfigError for wrong shapes."""
+) -> Frozen:  # fmt: skip
+    """The references of an experiment, split over the mesh as their specs say. ConfigError for wrong shapes."""
     found = {}
     for name, reference in references_of(experiment).items():
         model = experiment.model if reference.model is None else reference.model
         key = jax.random.fold_in(params.random_key(experiment.seed), zlib.crc32(name.encode()))
         tree = read_params(f"references[{name!r}]", reference.initial, model, key, runs, weights_of)
         found[name] = tree if mesh is None else _split(tree, experiment.mesh.backend, model, mesh)
-    return found
+    return Frozen(found, digests(found))
 
 
 def _split(tree: Tree, backend: str, model: Any, mesh: jax.sharding.Mesh) -> Tree:
@@ -62,3 +69,12 @@ def check_references(folder: RunFolder, metadata: Mapping[str, Any], found: Mapp
             initial = f"--initial={shlex.quote(str(folder.path))} --name=..."
             advice = f"restore it, or train on from the run's parameters as another run: {initial}"
             raise ConfigError(f"{folder.path}: references[{name!r}] {problem}; {advice}")
+
+
+def with_references(step: Callable, frozen: Tree) -> Callable:
+    """A step that is given these references with every batch."""
+
+    def step_with_references(state: Any, batch: Any) -> Any:
+        return step(state, batch, frozen)
+
+    return step_with_references

@@ -110,8 +110,8 @@ class Run:
         found = references.read_references(on_mesh, self.mesh, self.folder.path.parent, self.weights_of)
         with self.on_mesh():
             _, trained, metadata = self.checkpoint
-            references.check_references(self.folder, metadata, references.digests(found))
-            return found | self.recipe.parts.base(trained)
+            references.check_references(self.folder, metadata, found.digests)
+            return found.params | self.recipe.parts.base(trained)
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
         """A context whose computations are split over the run's mesh; without one, on one device, also within another mesh."""

@@ -5,7 +5,7 @@ checkpoint; the metadata of a checkpoint keep a digest of it.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ def check_references(references: Any) -> None:
         if not isinstance(name, str) or not name.isidentifier():
             raise ConfigError(f"references: {name!r} is no name; expected letters, digits and _")
         initial = value.initial if isinstance(value, Reference) else value
-        if not (isinstance(value, Base) or isinstance(initial, str | os.PathLike | Callable)):
+        if not (isinstance(value, Base) or isinstance(initial, str | os.PathLike) or callable(initial)):
             expected = "a run's or Hugging Face folder or name, (spec, key) -> params, Reference(...) or Base()"
             raise ConfigError(f"references[{name!r}]={type(initial).__name__}: expected {expected}")
 

@@ -107,7 +107,7 @@ def test_a_base_that_is_not_frozen_is_refused(changes, problem):
 
 def test_a_reference_has_no_gradient_and_does_not_change():
     """The first step's gradient is that of a loss whose teacher is a constant."""
-    references = read_references(TINY, None)
+    references = read_references(TINY, None).params
     state, metrics = after_a_step(TINY, references)
     labels = jnp.argmax(models.apply(MODEL, references["teacher"], batch_of()["tokens"]).logits, axis=-1)
     plain = build(replace(TINY, references={}, objective=TokenCrossEntropy()))
@@ -130,8 +130,8 @@ def test_a_reference_of_another_architecture_is_read_and_split_by_its_own_spec()
     mesh = Mesh(data=1, fsdp=8)
     from jaxformer.parallel import make_mesh
 
-    (one,) = read_references(made, None).values()
-    (split,) = read_references(replace(made, mesh=mesh), make_mesh(mesh)).values()
+    (one,) = read_references(made, None).params.values()
+    (split,) = read_references(replace(made, mesh=mesh), make_mesh(mesh)).params.values()
     assert params.mismatch(models.spec(LARGE), one) is None
     kernel = split["layers"]["attention"]["query"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // 8
