@@ -103,8 +103,8 @@ def train(
     A run that was killed at any moment ends, when it is started again, with the same parameters and the same record as
     one that was not. `source` is the experiment's file, which the folder keeps. `refresh(folder)` is called after each
     evaluation, `reports` at the end with the result and the records: they return a line to print. `began` is the program's
-    start by `time.monotonic`. `weights_of(text)` reads a text of `initial` or `references` that names no run of ours. Raises
-    ConfigError for what the user can mend, NonFinite when numbers stay bad, Interrupted on SIGTERM. All processes call it alike.
+    start by `time.monotonic`. `weights_of(text)` reads a text of `initial` or `references` that names no run of ours. All
+    processes call it alike. ConfigError: for what the user can mend; NonFinite: numbers stay bad; Interrupted: SIGTERM.
     """
     began = time.monotonic() if began is None else began
     folder = run_folder(experiment, runs)

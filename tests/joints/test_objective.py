@@ -55,8 +55,22 @@ def test_preferences_with_a_reference_and_with_the_base_of_an_adaptation(tmp_pat
 
 
 @pytest.mark.thorough
+def test_the_bias_of_a_router_is_a_variable_of_the_model(tmp_path, capsys):
+    files = {"balanced": PAGES["variables"]["balanced"]}
+    whole = harness.assert_resumes_to_the_same_bits(files, tmp_path)
+    folder = harness.run_of(whole, "balanced")
+    saved = [name for name in harness.leaves(folder) if name.endswith("/feedforward/bias")]
+    assert saved == ["params/layers/feedforward/bias"]  # no optimizer state
+    bias = np.asarray(open_run(folder).params["layers"]["feedforward"]["bias"])
+    np.testing.assert_allclose(bias, np.round(bias, 2), atol=1e-6)  # steps of 0.01, up or down
+    assert bias.any() and np.abs(bias).max() <= 0.12 + 1e-6
+    assert harness.answer(whole, "balanced", "def ", capsys, "--tokens=8").startswith("def ")
+    harness.assert_same_on_eight_devices(files, tmp_path, whole=whole)
+
+
+@pytest.mark.thorough
 def test_a_code_book_of_the_objective_is_a_variable(tmp_path, capsys):
-    files = PAGES["variables"]
+    files = {"codes": PAGES["variables"]["codes"]}
     whole = harness.assert_resumes_to_the_same_bits(files, tmp_path)
     folder = harness.run_of(whole, "codes")
     saved = [name for name in harness.leaves(folder) if "objective/" in name]
