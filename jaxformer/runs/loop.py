@@ -68,7 +68,7 @@ class Job:
     step: Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
     spread: Callable[[TrainState], Any]  # the state as `step` takes it
     gather: Callable[[Any], TrainState]  # back to an ordinary one
-    model: Callable[[Any], Any]  # what trains -> the same without the objective's own parameters
+    parameters: int  # without those of the objective's own
     evaluate: Callable[..., dict[str, Any]]
     sample: Callable[[Any], str] | None  # params -> text
     profile: str | None  # where a trace of some steps goes
@@ -278,7 +278,7 @@ def prepare(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
         examples=(examples_scored(experiment, count, False), examples_scored(experiment, count, True), count),
-        put=put, step=step, spread=spread, gather=gather, model=lambda trained: recipe.parts.split(trained)[0],
+        put=put, step=step, spread=spread, gather=gather, parameters=parameters.count(recipe.parts.split(recipe.spec)[0]),
         metadata=metadata, batches=batches, explain=BestEffort(explain), check=check,
         evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh), frozen.params),
         sample=sample if can_sample(experiment, dataset) else None,
@@ -432,7 +432,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
 
     console.say(in_words(scores, baseline))
     text = None if job.sample is None else job.sample(state.best)
-    result = Result(folder.path, job.name, parameters.count(job.model(state.params)), scores, baseline, text)
+    result = Result(folder.path, job.name, job.parameters, scores, baseline, text)
     if not processes.is_first():
         return result
     if text is not None:

@@ -91,7 +91,7 @@ class Run:
     @property
     def params(self) -> Any:
         """The model's parameters; of an adaptation, merged. Those of an objective are none of the model's."""
-        return self._made(self.recipe.parts.weights)
+        return self._made(self.recipe.weights)
 
     def _made(self, of: Callable[[Any], Any]) -> Any:
         """What `of` makes of the tree that trained."""

@@ -245,7 +245,7 @@ def test_an_evaluation_is_cut_as_a_step_is():
     right="sums do not depend on how rows are cut",
 )
 def test_micro_batches_add_up():
-    def score(trained, batch, key):
+    def score(trained, batch, key, step, references):
         return LossSums(trained * batch["x"].sum(), batch["x"].shape[0] * 1.0, {"draw": (jax.random.uniform(key), 1.0)})
 
     for rows in (8, 6, 1):
@@ -503,7 +503,7 @@ def test_no_score_takes_the_place_of_another(tmp_path):
     hit="an error in a metric of the user's threw away all steps since the last save",
 )  # fmt: skip
 def test_an_evaluation_that_fails_costs_no_steps():
-    def fails(trained, final=False):
+    def fails(trained, final=False, step=0):
         raise ZeroDivisionError
 
     saved = []
@@ -514,7 +514,7 @@ def test_an_evaluation_that_fails_costs_no_steps():
         name="a", steps=5, log_every=1, eval_every=3, save_every=100, best="loss", examples=(1, 1, 1), max_skipped=9,
         metadata={}, batches=lambda step: {"x": np.zeros(1)}, put=same,
         step=lambda state, batch: (state, figures), spread=same, gather=same,
-        evaluate=fails, sample=None, profile=None, work=lambda batch: None, refresh=lambda: None, explain=lambda *_: None,
+        evaluate=fails, parameters=0, sample=None, profile=None, work=lambda batch: None, refresh=lambda: None, explain=lambda *_: None,
         check=lambda *_: None,
     )  # fmt: skip
     record, console = Record(None), Console(5, heard=False)
