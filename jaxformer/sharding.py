@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, did_you_mean
 from jaxformer.params import Spec, Tree, map_with_name, paths
 
 Function = TypeVar("Function", bound=Callable)
@@ -21,6 +21,18 @@ Rules = dict[str, tuple[str, ...]]
 _TENSOR: Rules = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",))
 PARAMETERS: Rules = {"embed": ("fsdp",), **_TENSOR, "expert": ("expert",), "layers": ("stage",)}
 ACTIVATIONS: Rules = {"batch": ("data", "fsdp", "expert", "stage"), "length": ("context",), **_TENSOR, "expert": ("expert",)}
+UNSPLIT = ("head", "class", "channel", "line", "column", "rank")  # axes that no rule splits
+AXES = tuple(dict.fromkeys((*PARAMETERS, *ACTIVATIONS, *UNSPLIT)))  # every logical name that a `Spec` may have
+
+
+def unknown_axis(spec: Tree) -> str | None:
+    """One line on the first leaf with an axis that is none of `AXES`, which no rule would split; None where there is none."""
+    for path, leaf in paths(spec).items():
+        for axis in leaf.axes:
+            if axis is not None and axis not in AXES:
+                advice = f"expected one of {', '.join(AXES)}, or None for an axis that is not split"
+                return f"parameter {path}: unknown axis {axis!r} in its axes {leaf.axes}; {advice}{did_you_mean(axis, AXES)}"
+    return None
 
 
 def partition_specs(spec: Tree, mesh: AnyMesh, rules: Rules = PARAMETERS) -> Tree:
@@ -246,6 +258,23 @@ def _run(function: Callable, specs: P | Callable[..., Tree], args: tuple, kwargs
 def activation_specs(names: Callable[[str, Any], tuple[str | None, ...]]) -> Callable[..., Tree]:
     """For `auto_axes`: how the rules split a tree of arrays whose first logical axes are `names(path, leaf)`."""
     return lambda shapes, *_, **__: map_with_name(lambda path, x: _activation_spec(x.shape, names(path, x)), shapes)
+
+
+def on_host(tree: Tree) -> Tree:
+    """Arrays as NumPy's. One that is split over processes is gathered, so that all of them must call it."""
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return _gathering(leaf.sharding.mesh)(leaf)  # type: ignore
+
+    return jax.device_get(jax.tree.map(whole, tree))
+
+
+@lru_cache
+def _gathering(mesh: jax.sharding.Mesh) -> Callable[[Array], Array]:
+    """The program that gives each device of a mesh the whole of an array."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
 
 
 def shard_bytes(spec: Tree, mesh: AnyMesh) -> dict[str, int]:

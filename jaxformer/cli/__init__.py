@@ -12,6 +12,9 @@
     generate RUN --prompt TEXT | --prompts FILE.jsonl --out FILE.jsonl [--tokens N] [--temperature X] [--top-k K] [--top-p P]
              [--min-p P] [--typical P] [--filter "Repetition(1.2)"] [--beams N [--n-best N] [--length-penalty X]]
              [--stop TEXT] [--special-tokens] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
+    generate RUN [--prompt TEXT] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
+                                                              of data with a method generate(run, key, folder): what it returns,
+                                                              and the files that it wrote
     harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--average N] [--mesh.tensor=N ...]
                                                               tasks of lm-evaluation-harness; writes harness.json into the run
     inspect RUN --prompt TEXT [--html FILE] [--step N] [--average N]

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from jaxformer import config
-from jaxformer.cli.arguments import folder_of, output_file, parser_of, place, positive, run_of, run_parser
+from jaxformer.cli.arguments import Parser, folder_of, output_file, parser_of, place, positive, run_of, run_parser
 from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 
@@ -46,9 +46,19 @@ def generate(argv: list[str]) -> int:
         help="control tokens in a prompt, such as <|im_start|>, are these tokens; not for prompts of strangers",
     )  # fmt: skip
     options, overrides = parser.parse_known_args(argv)
-    if (options.prompt is None) == (options.prompts is None) or (options.out is None) != (options.prompts is None):
-        raise ConfigError("generate: give --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl")
+    if (options.prompt is not None and options.prompts is not None) or (options.out is None) != (options.prompts is None):
+        raise ConfigError(PROMPTS)
     run = run_of(options, overrides)
+
+    from jaxformer.runs import own_answers
+
+    if own_answers.generator_of(run.experiment.data) is not None:
+        refuse_options_of_text(parser, options)
+        for line in own_answers.generate(run, options.seed, options.prompt):
+            print(line)
+        return 0
+    if options.prompt is None and options.prompts is None:
+        raise ConfigError(PROMPTS)
 
     from jaxformer.decoding import Beams, Sampling, filters
 
@@ -78,6 +88,19 @@ def generate(argv: list[str]) -> int:
             print(piece, end="", flush=True)
         print()
     return 0
+
+
+PROMPTS = "generate: give --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl"
+# options of `generate` that do not choose how a text is written
+NOT_OF_TEXT = ("name", "help", "runs", "step", "average", "trust", "seed", "prompt")
+
+
+def refuse_options_of_text(parser: Parser, options: Any) -> None:
+    """Raises ConfigError for an option that chooses how a text is written, where the data make answers of their own."""
+    given = [name for name, value in vars(options).items() if name not in NOT_OF_TEXT and value != parser.get_default(name)]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"generate: {names}: chooses how a text is written, but the data of this run make their own answers")
 
 
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}

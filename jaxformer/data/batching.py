@@ -1,11 +1,12 @@
-"""Training batches as a function of (seed, step), validation batches in order, and prefetching."""
+"""Training batches as a function of (seed, step), or of the state; validation batches in order; prefetching."""
 
 import functools
+import inspect
 import itertools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,61 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
     if not isinstance(dataset, sources.Dataset):
         advice = "return a jaxformer.data.sources.Dataset"
         raise ConfigError(f"data: {type(data).__name__}.open returned a {type(dataset).__name__}; {advice}")
+    check_splits(dataset)
     return dataset
+
+
+FORM = "(params, key, step) -> {name: array of batch_size rows}"  # of a training split that reads the state
+
+
+def reads_state(split: Any) -> bool:
+    """Whether a training split is a function of the state, such as samples of the current policy, and no sequence."""
+    return callable(split) and not hasattr(split, "__getitem__")
+
+
+def check_splits(dataset: sources.Dataset) -> None:
+    """Raises ConfigError for a split of the wrong kind: only training batches may be made of the state."""
+    if reads_state(dataset.validation):
+        advice = "only the training split may be a function of the state; give examples, such as a list of dicts"
+        raise ConfigError(f"data: the validation split is a function; {advice}")
+    if not reads_state(dataset.train):
+        return
+    try:
+        inspect.signature(dataset.train).bind(None, None, 0)
+    except ValueError:  # it has no signature, as some of C have none
+        return
+    except TypeError as error:
+        raise ConfigError(f"data: the training split is called as {FORM}, but {error}") from None
+
+
+def batch_of_state(split: Callable, params: Any, key: Any, step: int, batch_size: int) -> dict[str, Any]:
+    """`split(params, key, step)`, the global batch of a step. Raises ConfigError where that is none, else BadBatch."""
+    try:
+        return checked_batch(split(params, key, step), batch_size)
+    except Exception as error:
+        raise _with_place(f"the batch of step {step} could not be made", error) from error
+
+
+def checked_batch(batch: Any, batch_size: int) -> dict[str, Any]:
+    """A batch that a function of the user's made. Raises ConfigError for what is no dict of arrays of `batch_size` rows."""
+    if not isinstance(batch, Mapping) or not batch:
+        raise ConfigError(f"data: the training split returned {_short(batch)}; expected {FORM}")
+    for name, value in batch.items():
+        try:
+            shape, dtype = np.shape(value), getattr(value, "dtype", None) or np.asarray(value).dtype
+        except ValueError:  # lists of several lengths
+            raise ConfigError(f"data: {name!r} of a training batch is no array: its rows have several lengths") from None
+        if dtype.kind in "OSUmM":
+            raise ConfigError(f"data: {name!r} of a training batch is {_short(value)}; expected an array of numbers")
+        if not shape or shape[0] != batch_size:
+            found = f"{shape[0]} rows" if shape else "a number"
+            raise ConfigError(f"data: {name!r} of a training batch has {found}; expected batch_size={batch_size} rows")
+    return dict(batch)
+
+
+def _short(value: Any) -> str:
+    """What a value is, in a few words."""
+    return f"{type(value).__name__} {value!r:.60}"
 
 
 def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = None) -> Any:
@@ -38,6 +93,8 @@ def batch_indices(split: Any, batch_size: int, seed: int) -> Any:
     Batch `step` has the indices from step * B on of an endless order, in which each epoch is a new permutation. A split may
     choose instead, by `batch_indices(seed, batch_size)`: an endless sequence, [step] -> B indices.
     """
+    if reads_state(split):
+        raise ConfigError("data: the training batches are made of the state; this needs a sequence of examples")
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
     import grain  # takes 1 s: errors about missing files come before it
@@ -59,6 +116,8 @@ LARGEST_TABLE = 1 << 16  # indices that are shuffled as a table; of more, each i
 
 def order_changed(split: Any) -> bool:
     """Whether the order of this split is another one under another `ORDER`: it is a large one."""
+    if reads_state(split):
+        return False
     if parts := getattr(split, "splits", None):  # a mixture orders each of its parts
         return any(len(part) > LARGEST_TABLE for part in parts)
     return getattr(split, "batch_indices", None) is None and len(split) > LARGEST_TABLE

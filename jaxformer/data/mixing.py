@@ -102,6 +102,10 @@ def open_mixture(config: Mixed, model: Any) -> Dataset:
         raise ConfigError(f"data.sources: expected pairs (finite share above 0, data), not {config.sources}")
     datasets = [batching.open_dataset(data, model) for _, data in config.sources]
     for number, dataset in enumerate(datasets):
+        if batching.reads_state(dataset.train):
+            raise ConfigError(
+                f"data.sources[{number}] makes its batches of the state ({dataset.description}); it cannot be mixed"
+            )
         if len(dataset.train) == 0:
             raise ConfigError(f"data.sources[{number}] has no training example ({dataset.description})")
         if getattr(dataset.train, "batch_indices", None) is not None:

@@ -4,6 +4,10 @@ A data set is any object with `open(model) -> Dataset`. A `Dataset` has two spli
 `[i] -> {name: array}`, and optionally `take_rows(indices)`, which makes a batch at once, and `batch_indices(seed, batch_size)`,
 an endless sequence [step] -> B indices that replaces the shuffled order. The objective decides which names it reads.
 `weights` is always present.
+
+A training split may instead be a function of the state, `(params, key, step) -> {name: array of batch_size rows}`: the data are
+samples of the current policy. `params` are the model's parameters, `key` is a function of (seed, step). It is called on the
+host before each step, in every process alike, and must return the same in all of them.
 """
 
 import codecs

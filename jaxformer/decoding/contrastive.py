@@ -31,6 +31,7 @@ from jaxformer.decoding.generate import (
 from jaxformer.decoding.steps import logits_of
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig
+from jaxformer.sharding import on_host
 
 
 def contrast(
@@ -59,7 +60,7 @@ def contrast(
             options = source_inputs(model, [sources[i] for i in index])
         tokens, ends = np.concatenate([padded(text, T) for text in texts]), lengths + rooms[index].astype(np.int32)
         arrays = jax.device_put((tokens, lengths, ends, options))
-        history, broken = jax.device_get(_run(config, model.dtype, model.room, k, model.params, *arrays, *settings))
+        history, broken = on_host(_run(config, model.dtype, model.room, k, model.params, *arrays, *settings))
         for row in range(min(rows, len(prompts) - first)):
             check_numbers(broken[row], first + row)
             found.append(new_tokens(history, row, stop_tokens))

@@ -24,7 +24,7 @@ from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
 from jaxformer.ops.positions import rotation_until
-from jaxformer.sharding import is_explicit, is_split, mesh_axes, with_logical_constraint, with_sharding
+from jaxformer.sharding import is_explicit, is_split, mesh_axes, on_host, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
 SLOTS = 128  # the room of a cache is a multiple of these
@@ -135,7 +135,7 @@ def serve(
             steps = steps if every is None else 0  # a first token is shown at once
         least = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
         texts = _run(model.config, model.dtype, model.params, texts, settings, *least)
-        history, done, ends, broken = jax.device_get((texts.history, texts.done, texts.end, texts.broken))
+        history, done, ends, broken = on_host((texts.history, texts.done, texts.end, texts.broken))
         for row, index in list(owners.items()):
             check_numbers(broken[row], index)
             tokens, ended = new_tokens(history, row, stop_tokens), bool(done[row])

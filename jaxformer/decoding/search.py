@@ -31,6 +31,7 @@ from jaxformer.decoding.steps import decode_step, logits_of
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import heads
 from jaxformer.models.config import EncoderDecoder, ModelConfig
+from jaxformer.sharding import on_host
 
 
 class Hypothesis(NamedTuple):
@@ -63,7 +64,7 @@ def search(
         numbers = range(first, min(first + rows, len(prompts)))
         batch = read_rows([model], prompts, sources, numbers, rows)
         room = np.pad(rooms[first : first + rows], (0, rows - len(numbers)), constant_values=1).astype(np.int32)
-        best = jax.device_get(_search(model.config, model.dtype, model.params, *batch, jax.device_put(room), *settings))
+        best = on_host(_search(model.config, model.dtype, model.params, *batch, jax.device_put(room), *settings))
         found += [_hypotheses(how, best, row, len(prompts[i]), set(stop_tokens)) for row, i in enumerate(numbers)]
     return found
 
@@ -144,7 +145,7 @@ def score(
         options = {"segment_ids": np.concatenate([padded([1] * (len(text) - 1), room) for text in some])}
         if sources is not None:
             options |= source_inputs(model, [sources[i] for i in index])
-        logs, greedy = jax.device_get(_score(config, model.dtype, model.params, *jax.device_put((tokens, labels, options))))
+        logs, greedy = on_host(_score(config, model.dtype, model.params, *jax.device_put((tokens, labels, options))))
         for row, i in enumerate(range(first, min(first + rows, len(texts)))):
             place = slice(len(prompts[i]) - 1, len(texts[i]) - 1)
             found.append(Score(float(logs[row, place].sum()), bool(greedy[row, place].all()), logs[row, place].tolist()))

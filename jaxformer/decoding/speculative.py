@@ -37,6 +37,7 @@ from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig
+from jaxformer.sharding import on_host
 
 
 class Speculation(NamedTuple):
@@ -139,7 +140,7 @@ def speculate(
         numbers = jax.device_put((np.pad(ends, (0, rows - len(ends))), index))  # no text ends at 0: such rows are empty
         batch = read_rows(opened, prompts, sources, index, rows)
         texts, _, counts = _run(main.config, main.dtype, ahead, main.params, draft, *batch, *numbers, key, settings)
-        history, broken, counts = jax.device_get((texts.history, texts.broken, counts))
+        history, broken, counts = on_host((texts.history, texts.broken, counts))
         for row in range(len(ends)):
             check_numbers(broken[row], first + row)
             found.tokens.append(new_tokens(history, row, stop_tokens))

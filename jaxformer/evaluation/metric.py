@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 
 @dataclass(frozen=True, eq=False)
@@ -13,7 +14,8 @@ class Evaluation:
 
     A metric runs at every evaluation. One with an attribute `only_final = True` runs at the end of training alone. One
     with `check(model, dataset) -> names of its scores` is asked before the first step: it raises ConfigError for what
-    would fail at the end.
+    would fail at the end. A metric that draws writes into `folder`; of several processes, which all call it, only the first
+    one (`jax.process_index() == 0`) should write.
     """
 
     model: Any  # as it is scored: without dropout
@@ -22,6 +24,8 @@ class Evaluation:
     batches: Callable[[], Iterator[dict[str, Any]]]  # that split's batches on the devices, as large as a micro-batch
     precision: str  # of activations
     seed: int
+    folder: epath.Path | None = None  # the run's, where a metric may write pictures; None outside of a run
+    step: int = 0  # how many steps the parameters have trained
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -30,6 +30,10 @@ class ClassCrossEntropy:
     def evaluation(self) -> "ClassCrossEntropy":
         return replace(self, label_smoothing=0.0, augment=())
 
+    def example(self, model: Any, batch: Batch) -> Batch:
+        """What a report may draw: the model's inputs."""
+        return batch
+
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         field = "images" if "images" in batch else "tokens"

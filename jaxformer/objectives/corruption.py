@@ -91,6 +91,18 @@ class SpanCorruption:
         tokens, spans = span_counts(length, self.rate, self.mean_span)
         return tokens + spans + 1, length - tokens + spans + 1
 
+    def example(self, model: Any, batch: Batch) -> Batch:
+        """What a report may draw: source and target of a text, with spans that are drawn once."""
+        return self.pair(batch, jax.random.key(0))
+
+    def pair(self, batch: Batch, key: Array) -> Batch:
+        """Source, inputs, labels and weights that the spans of a draw make of texts."""
+        source, labels = corrupt_spans(key, batch["tokens"], self.sentinel, self.end, self.rate, self.mean_span)
+        inputs = jnp.concatenate([jnp.full_like(labels[:, :1], self.start), labels[:, :-1]], axis=1)
+        full = jnp.all(batch["weights"] > 0, axis=1, keepdims=True)
+        weights = jnp.broadcast_to(full, labels.shape).astype(batch["weights"].dtype)
+        return {"source": source, "tokens": inputs, "labels": labels, "weights": weights}
+
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         tokens = batch["tokens"]
@@ -100,9 +112,4 @@ class SpanCorruption:
             problem = f"{spans} sentinels from {self.sentinel} down must lie between end={self.end} and model.vocab_size={size}"
             raise ConfigError(f"objective: {problem}")
         corrupt, inside = jax.random.split(context.key)
-        source, labels = corrupt_spans(corrupt, tokens, self.sentinel, self.end, self.rate, self.mean_span)
-        inputs = jnp.concatenate([jnp.full_like(labels[:, :1], self.start), labels[:, :-1]], axis=1)
-        full = jnp.all(batch["weights"] > 0, axis=1, keepdims=True)
-        weights = jnp.broadcast_to(full, labels.shape).astype(batch["weights"].dtype)
-        pair = {"source": source, "tokens": inputs, "labels": labels, "weights": weights}
-        return TokenCrossEntropy()(model, params, pair, replace(context, key=inside))
+        return TokenCrossEntropy()(model, params, self.pair(batch, corrupt), replace(context, key=inside))

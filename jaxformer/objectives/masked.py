@@ -60,6 +60,10 @@ class MaskedTokens:
         if not 0 < self.rate < 1:
             raise ConfigError(f"objective.rate={self.rate}: must be in (0, 1)")
 
+    def example(self, model: Any, batch: Batch) -> Batch:
+        """What a report may draw: the model's inputs."""
+        return batch
+
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         choose, inside = jax.random.split(context.key)
@@ -90,6 +94,10 @@ class NextSentence:
 
     masked: MaskedTokens  # which tokens are hidden
     head: str = "next_sentence"  # the name of a Classification head with two classes
+
+    def example(self, model: Any, batch: Batch) -> Batch:
+        """What a report may draw: the model's inputs."""
+        return batch
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:

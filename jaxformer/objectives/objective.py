@@ -6,6 +6,8 @@ Any function of that form is an objective. An objective may also have
     spec(model) -> tree         parameters of its own beside the model's, which train with them: `context.params`
     whole_batch = True          it compares the rows of a batch, so that its loss is no sum over rows. Accumulation
                                 and pmap, which would show it parts of the batch, are then refused
+    example(model, batch)       what a report may draw: what the model reads of a batch of one row (`tokens` or `images`, and
+                                other arguments of `models.apply`). Without it, or of None, a report draws no example
 """
 
 from collections.abc import Callable

@@ -25,6 +25,10 @@ class SpanCrossEntropy:
     `exact_match`; `left_out` is their share. For questions without an answer let [CLS] be a part of the passage, and label it.
     """
 
+    def example(self, model: Any, batch: Batch) -> Batch:
+        """What a report may draw: the model's inputs."""
+        return batch
+
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         inputs = dict(dropout_key=context.key, dtype=context.dtype, **model_inputs(batch))

@@ -34,6 +34,10 @@ class TokenCrossEntropy:
     def evaluation(self) -> "TokenCrossEntropy":
         return replace(self, label_smoothing=0.0, z_loss=0.0)
 
+    def example(self, model: Any, batch: Batch) -> Batch:
+        """What a report may draw: the model's inputs."""
+        return batch
+
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         options = dict(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
@@ -65,6 +69,10 @@ class PrefixLanguageModel:
 
     def __post_init__(self):
         check_numbers("objective.", self, prefix=1)
+
+    def example(self, model: Any, batch: Batch) -> Batch:
+        """What a report may draw: the model's inputs."""
+        return batch
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,28 +10,31 @@ from typing import Any
 
 import jax
 
-from jaxformer import config, models, parallel
-from jaxformer.config import Source
+from jaxformer import config, models, parallel, sharding
+from jaxformer.config import Source, storage
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.perplexity import has_perplexity
 from jaxformer.parallel import processes
 from jaxformer.params import Tree
 from jaxformer.runs.initial import check_initial
-from jaxformer.runs.run import ask, evaluator, examples_scored, new_names, writes_text
-from jaxformer.runs.run_folder import compare
-from jaxformer.training.experiment import Experiment
+from jaxformer.runs.run import asks_first_question, evaluator, examples_scored, new_names, question_of_sample, writes_text
+from jaxformer.runs.run_folder import RunFolder, compare
+from jaxformer.training.experiment import Checkpoints, Experiment
 from jaxformer.training.recipe import Recipe
 from jaxformer.training.step import TrainState, abstract_references, abstract_state, state_shardings
 
+log = logging.getLogger("jaxformer")
 
-def check(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None) -> Any:
+
+def check(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None, folder: RunFolder) -> Any:
     """The experiment's dataset. Raises ConfigError, before anything is written, for what would fail in the run."""
     check_initial(experiment, recipe)
+    check_axes(recipe.spec, folder)
     check_mesh(experiment, recipe, mesh)
     dataset = open_data(experiment)
     if can_sample(experiment, dataset):
-        ask(experiment, experiment.sample, dataset.tokenizer)
+        question_of_sample(experiment, dataset)
     if dataset.digest != processes.first(lambda: dataset.digest, "the comparison of data"):
         raise ConfigError("the data here are not those of process 0; give every host the same files")
     return dataset
@@ -59,6 +63,19 @@ def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh |
         raise ConfigError(f"mesh={experiment.mesh}: {needed}")
 
 
+def check_axes(spec: Tree, folder: RunFolder) -> None:
+    """Raises ConfigError for a parameter with an axis that no rule knows: a typo would leave it whole on each device.
+
+    A run that began when this was not looked at goes on, with a warning: its file cannot be another one.
+    """
+    problem = sharding.unknown_axis(spec)
+    if problem is None:
+        return
+    if not processes.first(lambda: storage.is_file(folder.config)):
+        raise ConfigError(problem)
+    log.warning("%s", problem)
+
+
 def open_data(experiment: Experiment):
     """The experiment's dataset, checked against its model."""
     dataset = batching.open_dataset(experiment.data, experiment.model)
@@ -75,15 +92,14 @@ def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
     nothing makes, or the end alone, and for what the metrics would refuse at the end.
     """
     early: list[str] = []  # what the metrics of every evaluation make
-    late: list[Any] = []
     taken = ["step", "loss", "perplexity", "bits", "unit"]
     is_known = True
     for metric in experiment.metrics:
         names = metric.check(experiment.model, dataset) if hasattr(metric, "check") else None
         taken += new_names(metric, dict.fromkeys(names or ()), taken)
         if getattr(metric, "only_final", False):
-            late.append(metric)
-        elif names is None:
+            continue
+        if names is None:
             is_known = False
         else:
             early += names
@@ -100,9 +116,14 @@ def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
         return True
     if not is_known:
         return False
-    why = f"; {', '.join(map(_name, late))} scores at the end alone, unless only_final=False" if late else ""
     problem = f"checkpoints.best={experiment.checkpoints.best!r}: an evaluation here gives {', '.join(found)}"
-    raise ConfigError(f"{problem}; name one, or one with a minus{why}")
+    raise ConfigError(f"{problem}; name one, or one with a minus{scores_of_the_end(experiment)}")
+
+
+def scores_of_the_end(experiment: Experiment) -> str:
+    """What to say of metrics whose scores rank no checkpoint; nothing where there are none."""
+    late = [_name(metric) for metric in experiment.metrics if getattr(metric, "only_final", False)]
+    return f"; {', '.join(late)} scores at the end alone, unless only_final=False" if late else ""
 
 
 def _name(metric: Any) -> str:
@@ -119,6 +140,15 @@ def score_name(experiment: Experiment, dataset) -> str:
     return f"{name}, metrics {hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
+def kept_in_words(saves: Checkpoints) -> str:
+    """Which checkpoints a run keeps, and by which score it ranks them."""
+    latest = f"every {saves.every:,} steps, of which the last {saves.keep_latest} are kept"
+    if saves.keep_best == 0:
+        return latest
+    order = "highest" if saves.best.startswith("-") else "lowest"
+    return f"{latest}, and the {saves.keep_best} of {order} {saves.best.removeprefix('-')}"
+
+
 def was_scored(records: Sequence[dict], best: str) -> bool:
     """Whether an evaluation of an earlier start made this score."""
     return any(f"validation_{best.removeprefix('-')}" in record for record in records)
@@ -128,7 +158,10 @@ def try_best(experiment: Experiment, recipe: Recipe, dataset, mesh, state: Train
     """Scores one example, which shows the names of the user's metrics. Raises ConfigError where none is `checkpoints.best`."""
     one = replace(experiment, eval_examples=1)
     evaluate = evaluate_on(mesh, experiment, evaluator(one, recipe, dataset, mesh), references)
-    ranked(evaluate(state.best), experiment.checkpoints.best)
+    try:
+        ranked(evaluate(state.best), experiment.checkpoints.best)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{scores_of_the_end(experiment)}") from None
 
 
 def evaluate_on(
@@ -149,7 +182,9 @@ def evaluate_on(
 
 def can_sample(experiment: Experiment, dataset) -> bool:
     """Whether the run can end with a text that the model writes."""
-    return dataset.tokenizer is not None and writes_text(experiment)
+    if dataset.tokenizer is None or not writes_text(experiment):
+        return False
+    return not asks_first_question(experiment) or len(getattr(dataset.validation, "questions", ())) > 0
 
 
 def ranked(scores: dict[str, Any], best: str) -> float:

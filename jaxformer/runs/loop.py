@@ -5,7 +5,6 @@ import errno
 import logging
 import math
 import shlex
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.parallel import pmap, processes
 from jaxformer.runs import checkpoint, compilation_cache, memory, replicas, reproduction
+from jaxformer.runs.batches import batches_of, step_batches
 from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.checks import (
     can_sample,
@@ -34,20 +34,21 @@ from jaxformer.runs.checks import (
     try_best,
     was_scored,
 )
+from jaxformer.runs.facts import facts
 from jaxformer.runs.goodput import Goodput
 from jaxformer.runs.metrics import UNRECORDED, Console, NonFinite, Record, Reporter, in_words, open_loggers
+from jaxformer.runs.own_answers import generator_of
+from jaxformer.runs.profile import TRACED, end_profile, place_of_profile
 from jaxformer.runs.references import Frozen, check_references, read_references, with_references
 from jaxformer.runs.run import check_data, evaluator, examples_scored, on_devices, sample_text, warn_of_order
 from jaxformer.runs.run_folder import RunFolder, as_it_began, describe, introduce, run_folder
 from jaxformer.runs.signals import Interrupted, Signals
 from jaxformer.runs.start import first_params
-from jaxformer.training import optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import Recipe, build, row_lengths, trained_weights
-from jaxformer.training.step import TrainState, abstract_state, averaged_steps, first_state, make_train_step, state_shardings
+from jaxformer.training.step import TrainState, abstract_state, first_state, make_train_step, state_shardings
 
 log = logging.getLogger("jaxformer")
-TRACED = 10, 15  # the first and last step of a profile, counted from the start of the process: the first ones compile
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,8 @@ class Job:
     refresh: Callable[[], Any]  # after an evaluation
     explain: Callable[[TrainState, int], Any]  # keeps a bad step, and says what is bad in it
     check: Callable[[Any, int], None]  # raises Diverged where copies of the state differ
+    batch_of_state: Callable[[Any, int], Any] | None = None  # in place of `batches` and `put`: (state, step) -> batch
+    makes_answers: bool = False  # whether the data have a `generate` of their own
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def train(
     check_hosts(experiment, source)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     recipe = build(experiment)
-    dataset = check(experiment, recipe, mesh)
+    dataset = check(experiment, recipe, mesh, folder)
     known = check_scores(experiment, recipe, dataset)
     is_first = processes.is_first()
     lines = processes.first(lambda: [] if storage.is_file(folder.config) else introduce(experiment, runs))
@@ -140,7 +143,7 @@ def train(
         memory.keep()
         write_description(folder, experiment, source, dataset)
         console = open_console(experiment, folder, record)
-        console.say_all([*lines, *_facts(experiment, recipe, dataset, start, mesh)])
+        console.say_all([*lines, *facts(experiment, recipe, dataset, start, mesh)])
         job = prepare(experiment, recipe, folder, dataset, mesh, refresh if is_first else None, frozen)
         watchdog.phase("the first evaluation" if start < job.steps else "the last evaluation")
         goodput = Goodput(folder.goodput if is_first else None, began)
@@ -202,31 +205,6 @@ def restore(
     return state, step
 
 
-def _facts(experiment: Experiment, recipe: Recipe, dataset, start: int, mesh) -> list[str]:
-    """The lines printed before the first step."""
-    tree, own = recipe.parts.split(recipe.spec)
-    counted = f"{parameters.count(tree):,} parameters"
-    if own:
-        counted += f" and {parameters.count(own):,} of the objective"
-    lines = [f"{experiment.name}: {counted}, {jax.devices()[0].device_kind}, {experiment.precision}"]
-    lines.append(f"data: {dataset.description}")
-    several = any(leaf.rate != 1 for leaf in parameters.paths(recipe.spec).values())
-    if several or hasattr(experiment.optimizer, "route") or experiment.frozen is not None or experiment.adaptation is not None:
-        routes = optimizers.routes(experiment.optimizer, recipe.spec, recipe.frozen)
-        lines += [f"  {path}: {route}" for path, route in routes.items()]
-    for name, spec in recipe.references.items():
-        lines.append(f"reference {name}: {parameters.count(spec):,} frozen parameters")
-    if experiment.ema_decay is not None:
-        steps = averaged_steps(experiment.ema_decay, experiment.ema_warmup, experiment.steps)
-        lines.append(f"scored: parameters averaged over about the last {steps:,} of {experiment.steps:,} steps (ema_decay)")
-    if mesh is not None:
-        shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
-        lines.append(f"mesh: {shape} of {mesh.size} devices")
-        if jax.process_count() > 1:
-            lines[-1] += f" in {jax.process_count()} processes"
-    return [*lines, f"resuming after step {start}"] if start else lines
-
-
 def prepare(
     experiment: Experiment, recipe: Recipe, folder: RunFolder, dataset, mesh, refresh: Callable | None, frozen: Frozen
 ) -> Job:
@@ -247,9 +225,8 @@ def prepare(
     if frozen.params:
         step = with_references(step, spread(frozen.params))
     sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
-    if experiment.profile and processes.is_first():  # the profiler writes no bucket
-        traces = folder.for_library(folder.path / "profile")
-        profile = tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(traces)
+    if experiment.profile and processes.is_first():
+        profile = place_of_profile(folder)
     kind, work = jax.devices()[0].device_kind, lambda batch: None
     if kind in cost.CHIPS and models.is_config(experiment.model):
         seconds = cache(partial(seconds_at_peak, experiment, 1 if mesh is None else mesh.size, kind))
@@ -261,15 +238,18 @@ def prepare(
     if frozen.digests:
         metadata["references"] = frozen.digests
     count = len(dataset.validation)
-    batches = batching.batches(dataset.train, size, experiment.seed, rows).__getitem__
+    batches = step_batches(experiment, recipe, dataset, None if pmapped else mesh)
+
+    def batch_of_state(state: Any, step: int) -> Any:
+        return put(batches(step, gather(state).params))
 
     def explain(state: TrainState, step: int) -> None:
         reproduction.keep(folder, state, step, metadata)
-        batch = on_devices(None if pmapped else mesh, rows, size, batches(step))
+        batch = on_devices(None if pmapped else mesh, rows, size, batches(step, state.params))
         bad = replace(state, step=jax.numpy.full_like(state.step, step))
         result = reproduction.explain(experiment, bad, batch, frozen.params)
         numbers = f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g}"
-        examples = batching.batch_indices(dataset.train, size, experiment.seed)[step].tolist()
+        examples = batches.examples(step)
         replay = f"python -m jaxformer evaluate {shlex.quote(str(folder.path))} --replay"
         place = f"kept in {folder.bad}; `{replay}` computes it again"
         log.error("%s", "\n  ".join([f"step {step}: {numbers}", *result["found"], f"its examples: {examples}", place]))
@@ -280,9 +260,11 @@ def prepare(
         examples=(examples_scored(experiment, count, False), examples_scored(experiment, count, True), count),
         put=put, step=step, spread=spread, gather=gather, parameters=parameters.count(recipe.parts.split(recipe.spec)[0]),
         metadata=metadata, batches=batches, explain=BestEffort(explain), check=check,
-        evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh), frozen.params),
+        evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh, folder.path), frozen.params),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=profile, work=work, refresh=draw or (lambda: None),
+        batch_of_state=batch_of_state if batches.reads_state else None,
+        makes_answers=generator_of(experiment.data) is not None,
     )  # fmt: skip
 
 
@@ -307,11 +289,11 @@ def loop(
     with (
         Signals() as signals,
         contextlib.ExitStack() as trace,
-        batching.Prefetch(job.batches, start, job.steps, put=job.put) as batches,
+        batches_of(job, start, record.reached, goodput, watchdog) as next_batch,
     ):
-        goodput.lap("start")
-        for step, batch in enumerate(batches, start):
+        for step in range(start, job.steps):
             part = "recomputed" if step < record.reached else "step"
+            batch = next_batch(state, step)
             goodput.lap("data" if report.is_idle() else part)
             watchdog.beat(step, patience=processes.LONG if step == start else 1.0)  # the first one compiles
             if job.profile is not None and step == start + TRACED[0]:
@@ -320,9 +302,7 @@ def loop(
                 state, metrics = job.step(state, batch)
             goodput.lap("compile" if step == start else part)
             if job.profile is not None and step == start + TRACED[1]:
-                jax.block_until_ready(state)
-                trace.close()
-                console.say(f"profile of steps {start + TRACED[0]} to {step}: {job.profile}")
+                end_profile(trace, state, console, f"profile of steps {start + TRACED[0]} to {step}: {job.profile}")
             done = step + 1
             last, stop = done == job.steps, signals.after(done)
             evaluates, saves = last or done % job.eval_every == 0, last or stop or saves_after(done, job.save_every)
@@ -443,6 +423,7 @@ def finish(job: Job, folder: RunFolder, dataset, state, scores, record, console,
         if line := BestEffort(report)(result, record.lines):
             console.say(line)
     quoted = shlex.quote(str(folder.path))
-    generate = "" if text is None else f"; python -m jaxformer generate {quoted} --prompt '...'"
+    prompt = "" if job.makes_answers else " --prompt '...'"
+    generate = "" if text is None and not job.makes_answers else f"; python -m jaxformer generate {quoted}{prompt}"
     console.say(f"next: python -m jaxformer evaluate {quoted}{generate}")
     return result

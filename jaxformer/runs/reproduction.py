@@ -13,6 +13,7 @@ from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.parallel import processes
 from jaxformer.runs import checkpoint, checkpoint_reader
+from jaxformer.runs.batches import step_batches
 from jaxformer.runs.run import Run, check_data, on_devices
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.training.experiment import Experiment
@@ -46,17 +47,17 @@ def replay(run: Run) -> dict[str, Any]:
     step, trained, metadata = checkpoint_reader.restore_params(run.folder.bad, abstract_state(recipe, shardings).params)
     dataset = batching.open_dataset(experiment.data, experiment.model)
     check_data(run.folder, metadata, dataset)
-    selection = dataset.train, experiment.batch_size, experiment.seed
-    batch, examples = batching.batches(*selection)[step], batching.batch_indices(*selection)[step].tolist()
+    batches = step_batches(experiment, recipe, dataset, mesh)
     references = run.references
     with run.on_mesh():
+        batch = batches(step, trained)
         state = jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
         state = replace(state, step=jnp.full_like(state.step, step))
         if state.loss_scale is not None:
             state = replace(state, loss_scale=LossScale(jnp.float32(metadata["loss_scale"]), state.loss_scale.good_steps))
         return {
             "step": step,
-            "examples": examples,
+            "examples": batches.examples(step),
             **explain(experiment, state, on_devices(mesh, None, experiment.batch_size, batch), references),
         }
 

@@ -89,6 +89,11 @@ class Run:
             return None
 
     @property
+    def model(self) -> Any:
+        """The model as it is evaluated: without dropout."""
+        return models.evaluation(self.experiment.model)
+
+    @property
     def params(self) -> Any:
         """The model's parameters; of an adaptation, merged. Those of an objective are none of the model's."""
         return self._made(self.recipe.weights)
@@ -134,7 +139,8 @@ class Run:
         check_data(self.folder, metadata, dataset)
         merged = without_adaptation(self.experiment)  # as `params` are, and as `quantize` takes them
         recipe = build(merged)
-        score = partial(evaluator(merged, recipe, dataset, self.mesh), step=step, references=self.references)
+        score = evaluator(merged, recipe, dataset, self.mesh, self.folder.path)
+        score = partial(score, step=step, references=self.references)
         with self.on_mesh():
             trained = self._made(self.recipe.parts.merged)
             scores = {"step": step, **score(trained, final=True)}
@@ -203,7 +209,8 @@ class Run:
     def _ask(self, prompt: str, options: dict[str, Any], special_tokens: bool = False) -> tuple[Sample, Question]:
         """(how to continue a prompt, its tokens). Raises ConfigError where the run continues no text."""
         if self.tokenizer is None:
-            raise ConfigError(f"{self.folder.path}: has no tokenizer, so there is no text to continue")
+            advice = "its data may have a method generate(run, key, folder), which makes other answers"
+            raise ConfigError(f"{self.folder.path}: has no tokenizer, so there is no text to continue; {advice}")
         if not writes_text(self.experiment):
             reasons = "sees later tokens, has no language model, or reads a source, which data make of a text by `question`"
             raise ConfigError(f"{self.folder.path}: it continues no text: its model {reasons}")
@@ -285,30 +292,53 @@ def ends_of(data: Any, tokenizer: Any) -> tuple[int, ...]:
 
 def ask(experiment: Experiment, sample: Sample, tokenizer: Any) -> Question:
     """The sample's prompt as the model reads it. Raises ConfigError where the model cannot go on from it."""
-    model = models.last_stack(experiment.model)
-    if hasattr(experiment.data, "question"):
-        question = experiment.data.question(experiment.model, tokenizer, sample.prompt or "")
+    has_question = hasattr(experiment.data, "question")
+    if sample.prompt == "" or (has_question and sample.prompt is None):  # a user's `question` need not know of an empty text
+        none = "" if has_question else ", or None"
+        raise ConfigError(f"sample.prompt is empty; give at least one character{none}")
+    if has_question:
+        question = experiment.data.question(experiment.model, tokenizer, sample.prompt)
     else:  # None starts from token 0
         question = Question([0] if sample.prompt is None else tokenizer.encode(sample.prompt), "")
-    if sample.prompt == "" or not question.prompt:
-        raise ConfigError("sample.prompt is empty; give at least one character, or None")
-    length = len(question.prompt)
-    if length >= model.position_limit:
-        raise ConfigError(f"sample.prompt is {length} tokens, no room in {model.position_limit} learned positions")
+    if not question.prompt:
+        raise ConfigError("sample.prompt is empty: it has no token; give another one, or None")
+    check_room(experiment, question)
+    return question
+
+
+def check_room(experiment: Experiment, question: Question) -> None:
+    """Raises ConfigError where learned positions leave no room for an answer to the sample's prompt."""
+    length, limit = len(question.prompt), models.last_stack(experiment.model).position_limit
+    if length >= limit:
+        raise ConfigError(f"sample.prompt is {length} tokens, no room in {limit} learned positions")
+
+
+def asks_first_question(experiment: Experiment) -> bool:
+    """Whether the sample of a run answers the first question of its data: the data have such, and no prompt is given."""
+    return hasattr(experiment.data, "question") and experiment.sample.prompt is None
+
+
+def question_of_sample(experiment: Experiment, dataset: Any) -> Question:
+    """What the model goes on from at the end of a run. Raises ConfigError where it cannot."""
+    if not asks_first_question(experiment):
+        return ask(experiment, experiment.sample, dataset.tokenizer)
+    question = dataset.validation.questions[0]
+    check_room(experiment, question)
     return question
 
 
 def sample_text(experiment: Experiment, params: Any, dataset: Any) -> str:
     """The sample's prompt and what the model makes of it; without a prompt, its answer to the first question of the data."""
-    sample, tokenizer, asks = experiment.sample, dataset.tokenizer, hasattr(experiment.data, "question")
-    first = asks and sample.prompt is None
-    question = dataset.validation.questions[0] if first else ask(experiment, sample, tokenizer)
+    sample, tokenizer = experiment.sample, dataset.tokenizer
+    question = question_of_sample(experiment, dataset)
     (texts,) = answers(
         experiment.model, params, [question], tokenizer, sample.tokens, sample.sampling, seed=experiment.seed,
         precision=experiment.precision, stop_tokens=ends_of(experiment.data, tokenizer),
     )  # fmt: skip
     text = best_text(texts)
-    return f"{text}\n(the answer in the data: {question.reference})" if first else (sample.prompt or "") + text
+    if asks_first_question(experiment):
+        return f"{text}\n(the answer in the data: {question.reference})"
+    return (sample.prompt or "") + text
 
 
 def on_devices(mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: int, batch: dict[str, Any]) -> dict:
@@ -344,12 +374,16 @@ def examples_scored(experiment: Experiment, count: int, whole: bool) -> int:
     return min([count, *(limit for limit in limits if limit is not None)])
 
 
-def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sharding.Mesh | None = None) -> Callable:
+def evaluator(
+    experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sharding.Mesh | None = None,
+    folder: epath.Path | None = None,
+) -> Callable:  # fmt: skip
     """(trained, final=False) -> scores over the first `eval_examples` of the validation split; then the metrics.
 
     With `final`, of the first `final_examples`, and with the metrics of the end. `whole=True`: that text without these
-    metrics. `step` and `references` are what the objective is given. The scores say what was scored. The random key of a
-    batch is a function of the seed and its number, the same at every evaluation.
+    metrics. `folder` is the run's, where metrics may write; `step`, how many steps were done, and `references` are what the
+    objective is given. The scores say what was scored. The random key of a batch is a function of the seed and its number,
+    the same at every evaluation.
     """
 
     @jax.jit
@@ -377,7 +411,7 @@ def evaluator(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: jax.sh
         if metrics:
             model, weights = models.evaluation(experiment.model), recipe.weights(trained)
             some = partial(batches, examples, experiment.batch_size // experiment.accumulation)
-            scored = Evaluation(model, weights, dataset, some, experiment.precision, experiment.seed)
+            scored = Evaluation(model, weights, dataset, some, experiment.precision, experiment.seed, folder, step)
             for metric in metrics:
                 scores |= new_names(metric, scores_of(metric, scored), {"step", *scores})
         return scores

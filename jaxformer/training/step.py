@@ -188,9 +188,9 @@ def train_step(
     # the update reads the sums themselves: no array of means or of clipped gradients is written
     factor = clip_factor(norm, recipe.clip_norm) / (total * scale)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+    are_finite = [jnp.isfinite(value).all() for value in variables.values()]
     if variables:
-        are_finite = jnp.stack([jnp.isfinite(value).all() for value in variables.values()])
-        finite = finite & are_finite.all()
+        finite = finite & jnp.stack(are_finite).all()
     empty = finite & (sums.weight <= 0)
     recent = jnp.stack([sums.loss / total, norm]).astype(jnp.float32)
     good = finite & ~is_spike(recipe.spikes, state.recent, recent) & (state.skipped < recipe.max_skipped)
@@ -209,7 +209,7 @@ def train_step(
     metrics |= reports | updates | {"grad_norm": norm, "learning_rate": rate, "skipped": new.skipped}
     metrics[sums.unit] = sums.weight
     if variables:
-        metrics["bad_variables"] = jnp.sum(~are_finite)
+        metrics["bad_variables"] = jnp.sum(~jnp.stack(are_finite))
     if new.loss_scale is not None:
         metrics["loss_scale"] = new.loss_scale.value
     return new, StepMetrics(metrics, sums.unit)

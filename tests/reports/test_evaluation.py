@@ -514,8 +514,8 @@ def test_an_evaluation_that_fails_costs_no_steps():
         name="a", steps=5, log_every=1, eval_every=3, save_every=100, best="loss", examples=(1, 1, 1), max_skipped=9,
         metadata={}, batches=lambda step: {"x": np.zeros(1)}, put=same,
         step=lambda state, batch: (state, figures), spread=same, gather=same,
-        evaluate=fails, parameters=0, sample=None, profile=None, work=lambda batch: None, refresh=lambda: None, explain=lambda *_: None,
-        check=lambda *_: None,
+        evaluate=fails, parameters=0, sample=None, profile=None, work=lambda batch: None, refresh=lambda: None,
+        explain=lambda *_: None, check=lambda *_: None,
     )  # fmt: skip
     record, console = Record(None), Console(5, heard=False)
     with pytest.raises(ZeroDivisionError):

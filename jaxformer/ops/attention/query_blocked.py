@@ -113,7 +113,7 @@ def is_cheaper(query: Array, key: Array, call: Call) -> bool:
 def leaves_out(query: Array, key: Array, call: Call) -> bool:
     """Whether the blocks leave out enough pairs."""
     T, S = query.shape[1], key.shape[1]
-    if T <= block_size(query):  # one block
+    if block_size(query) >= T:  # one block
         return False
     ranges = key_ranges(call.mask, T, S, block_size(query))
     pairs = sum((stop - start) * (high - low) for start, stop, low, high in ranges)

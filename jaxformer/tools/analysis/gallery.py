@@ -85,21 +85,41 @@ def cost_table(parts: Sequence[costs.Part]) -> str:
 
 
 def run_pictures(folder: RunFolder) -> Pictures:
-    """Pictures of a run's model, and of its attention and gradients of an example. A warning says what cannot be drawn."""
+    """Pictures of a run's model, and of its attention and gradients of an example. A warning says what cannot be drawn.
+
+    Without an example that the objective offers (`example_of`), nothing of an example is drawn, and nothing is said.
+    """
     pictures: Pictures = {}
     with warn_on_failure("what needs the model"):
         run = open_run(folder.path)
-        pictures = model_pictures(run.experiment.model, run.experiment.name)
-        if folder.checkpoints.is_dir():
-            example = batching.open_dataset(run.experiment.data, run.experiment.model).validation[0]
-            batch = {name: jnp.asarray(value)[None] for name, value in example.items()}
-            pictures_of = {"Attention": attention}
-            if last_stack(run.experiment.model).num_layers > 1:
-                pictures_of["Gradients"] = gradients
-            for title, picture_of in pictures_of.items():
-                with warn_on_failure(title):
-                    pictures[title] = picture_of(run, batch)
+        model = run.experiment.model
+        pictures = model_pictures(model, run.experiment.name)
+        if not models.is_config(model) or not folder.checkpoints.is_dir():
+            return pictures
+        row = batching.open_dataset(run.experiment.data, model).validation[0]
+        batch = {name: jnp.asarray(value)[None] for name, value in row.items()}
+        example = example_of(run.experiment.objective, model, batch)
+        if example is None:
+            return pictures
+        with warn_on_failure("Attention"):
+            pictures["Attention"] = attention(run, example)
+        if last_stack(model).num_layers > 1:
+            with warn_on_failure("Gradients"):
+                pictures["Gradients"] = gradients(run, batch)
     return pictures
+
+
+def example_of(objective: Any, model: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array] | None:
+    """What the report of a run may draw of a batch of one row: `objective.example(model, batch)`, or that of what scores it.
+
+    It is what the model reads: `tokens` or `images`, and other arguments of `models.apply`, such as `segment_ids`. None where
+    neither has the method.
+    """
+    scored = getattr(objective, "evaluation", lambda: objective)()
+    for each in (objective, scored):
+        if hasattr(each, "example"):
+            return each.example(model, batch)
+    return None
 
 
 @contextlib.contextmanager

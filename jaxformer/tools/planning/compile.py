@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxformer import models, parallel, sharding
-from jaxformer.data.batching import open_dataset
+from jaxformer.data.batching import open_dataset, reads_state
 from jaxformer.errors import ConfigError
 from jaxformer.tools.planning import topology
 from jaxformer.training.recipe import build
@@ -78,10 +78,14 @@ def abstract_batch(experiment: Any) -> tuple[dict[str, jax.ShapeDtypeStruct], li
     """(the shapes of a batch, by the first example of the data; notes). Without the data: text of the model's length."""
     notes = []
     try:
-        example = open_dataset(experiment.data, experiment.model).train[0]
+        train = open_dataset(experiment.data, experiment.model).train
     except (ConfigError, OSError) as error:
         notes.append(f"the data cannot be opened here, a batch of the model's own lengths is assumed ({error})")
-        example = _example(experiment.model)
+        train = [_example(experiment.model)]
+    if reads_state(train):
+        problem = "the training batches are made of the state, so their arrays are not known before a step"
+        raise ConfigError(f"plan: {problem}; give data whose training split is a list of such examples")
+    example = train[0]
     arrays = {name: np.asarray(value) for name, value in example.items()}
     dtype = jax.dtypes.canonicalize_dtype
     batch = {k: jax.ShapeDtypeStruct((experiment.batch_size, *x.shape), dtype(x.dtype)) for k, x in arrays.items()}

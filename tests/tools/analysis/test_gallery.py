@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
-from jaxformer import masks, models
+from jaxformer import masks, models, training
 from jaxformer.data.tokenizers import Characters
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.runs.run import Run
+from jaxformer.runs.run_folder import RunFolder
 from jaxformer.tools.analysis import figures, gallery
 
 STACK = ModelConfig(vocab_size=9, num_layers=2, d_model=16, num_heads=2, context_length=6)
@@ -73,3 +75,77 @@ def test_attention_is_labelled_by_tokens_or_numbers_of_patches(monkeypatch, toke
     expected = {"text": (words, words), "pair": (words, words[:4]), "images": (patches,) * 2, "captions": (words, patches)}
     assert (queries, keys) == expected[form] and first == 0
     assert weights.shape == (2, 2, len(queries), len(keys))
+
+
+def run_with(folder, monkeypatch, objective, model=STACK):
+    """`gallery.run_pictures` of a run with this objective; what was drawn of an example."""
+    examples = [{"tokens": TEXT, "labels": TEXT, "weights": np.ones(6, np.float32)}]
+    experiment = SimpleNamespace(model=model, name="one", objective=objective, data=None)
+    drawn = {}
+    monkeypatch.setattr(gallery, "open_run", lambda path: SimpleNamespace(experiment=experiment))
+    monkeypatch.setattr(gallery.batching, "open_dataset", lambda *_: SimpleNamespace(validation=examples))
+    monkeypatch.setattr(gallery, "attention", lambda run, batch: drawn.setdefault("Attention", batch))
+    monkeypatch.setattr(gallery, "gradients", lambda run, batch: drawn.setdefault("Gradients", batch))
+    (folder / "checkpoints").mkdir()
+    return gallery.run_pictures(RunFolder(epath.Path(folder))), drawn
+
+
+def shown(model, batch):
+    return {"tokens": batch["tokens"] + 1}
+
+
+def with_example(example):
+    def objective(model, params, batch, context):
+        raise AssertionError("a report trains nothing")
+
+    objective.example = example
+    return objective
+
+
+def test_a_report_draws_what_the_objective_gives(tmp_path, monkeypatch, caplog):
+    pictures, drawn = run_with(tmp_path, monkeypatch, with_example(shown))
+    assert drawn["Attention"]["tokens"].tolist() == [(TEXT + 1).tolist()]
+    assert drawn["Gradients"]["labels"].tolist() == [TEXT.tolist()]  # those of the loss of the example itself
+    assert {"Architecture", "Attention", "Gradients"} <= set(pictures) and not caplog.text
+
+
+class Scored:
+    """An objective that another one scores, which gives an example."""
+
+    def evaluation(self):
+        return training.TokenCrossEntropy()
+
+
+@pytest.mark.parametrize("objective", [training.TokenCrossEntropy(), Scored(), training.MaskedTokens(8)])
+def test_objectives_of_tokens_give_their_example(tmp_path, monkeypatch, objective, caplog):
+    _, drawn = run_with(tmp_path, monkeypatch, objective)
+    assert drawn["Attention"]["tokens"].tolist() == [TEXT.tolist()] and not caplog.text
+
+
+@pytest.mark.parametrize("objective", [lambda *_: None, with_example(lambda model, batch: None)], ids=["no method", "None"])
+def test_without_an_example_nothing_is_drawn_and_nothing_is_said(tmp_path, monkeypatch, objective, caplog):
+    pictures, drawn = run_with(tmp_path, monkeypatch, objective)
+    assert not drawn and {"Attention", "Gradients"}.isdisjoint(pictures) and "Architecture" in pictures and not caplog.text
+
+
+def test_a_model_of_ones_own_has_a_report_without_a_warning(tmp_path, monkeypatch, caplog):
+    pictures, drawn = run_with(tmp_path, monkeypatch, with_example(shown), model=SimpleNamespace())
+    assert not drawn and not pictures and not caplog.text
+
+
+def test_an_example_that_fails_is_a_warning(tmp_path, monkeypatch, caplog):
+    def fails(model, batch):
+        raise KeyError("boxes")
+
+    pictures, drawn = run_with(tmp_path, monkeypatch, with_example(fails))
+    assert not drawn and "Architecture" in pictures and "what needs the model is left out: 'boxes'" in caplog.text
+
+
+def test_the_example_of_corrupted_spans_is_a_pair():
+    """Source and target as a training step makes them."""
+    objective = training.SpanCorruption(sentinel=40, end=30)
+    batch = {"tokens": jnp.arange(20)[None], "weights": jnp.ones((1, 20))}
+    made = objective.example(None, batch)
+    target, source = objective.lengths(20)
+    assert made["source"].shape == (1, source) and made["tokens"].shape == (1, target)
+    assert set(np.asarray(made["source"]).ravel()) & set(range(20))
