@@ -136,6 +136,8 @@ def pytest_collection_modifyitems(config, items):
     """Marks the parameters of a test beyond those that `thorough_after(n)` leaves in `make test`; keeps a `--part` of all."""
     seen = collections.Counter()
     for item in items:
+        if " at 0x" in item.nodeid:  # every worker must collect the same names, and a part of them is chosen by name
+            raise pytest.UsageError(f"{item.nodeid}: the name of a test holds an address in memory; give `ids`")
         marker = item.get_closest_marker("thorough_after")
         if marker is not None:
             name = item.nodeid.partition("[")[0]

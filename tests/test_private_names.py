@@ -7,6 +7,8 @@ stands in the last column. If the newer version has a public way, take it and re
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +31,7 @@ class Private(NamedTuple):
 
 IMPORTED = (
     Private(
-        "jaxformer/parallel/processes.py",
+        "jaxformer/parallel/jax_internals.py",
         "jax._src.clusters",
         "ClusterEnv.auto_detect_unset_distributed_params",
         ("coordinator_address", "num_processes", "process_id", "local_device_ids"),
@@ -37,7 +39,7 @@ IMPORTED = (
         "finds the processes of Slurm, GKE, MPI and TPU jobs before jax.distributed.initialize",
     ),
     Private(
-        "jaxformer/parallel/processes.py",
+        "jaxformer/parallel/jax_internals.py",
         "jax._src.compiler",
         "compile_or_get_cached",
         ("backend", "computation", "devices"),
@@ -45,7 +47,7 @@ IMPORTED = (
         "all processes of a program wait until each has compiled it: gloo gives up after 30 s",
     ),
     Private(
-        "jaxformer/parallel/processes.py",
+        "jaxformer/parallel/jax_internals.py",
         "jax._src.distributed",
         "global_state",
         None,
@@ -53,7 +55,7 @@ IMPORTED = (
         "its `client` is the key-value store and the barrier of the run's processes",
     ),
     Private(
-        "jaxformer/runs/compilation_cache.py",
+        "jaxformer/parallel/jax_internals.py",
         "jax._src.compiler",
         "_cache_write",
         ("cache_key", "compile_time_secs", "module_name", "backend", "executable"),
@@ -61,7 +63,7 @@ IMPORTED = (
         "`write` replaces it: JAX keeps the programs of process 0 alone",
     ),
     Private(
-        "jaxformer/runs/compilation_cache.py",
+        "jaxformer/parallel/jax_internals.py",
         "jax._src.compilation_cache",
         "put_executable_and_time",
         ("cache_key", "module_name", "executable", "backend", "compile_time"),
@@ -69,7 +71,7 @@ IMPORTED = (
         "writes one compiled program",
     ),
     Private(
-        "jaxformer/runs/compilation_cache.py",
+        "jaxformer/parallel/jax_internals.py",
         "jax._src.compilation_cache",
         "compress_executable",
         ("executable",),
@@ -77,7 +79,7 @@ IMPORTED = (
         "the first byte of what it gives names the way of compression",
     ),
     Private(
-        "jaxformer/runs/compilation_cache.py",
+        "jaxformer/parallel/jax_internals.py",
         "jax._src.compilation_cache",
         "decompress_executable",
         ("executable",),
@@ -85,7 +87,7 @@ IMPORTED = (
         "fails with the program of a killed process",
     ),
     Private(
-        "jaxformer/runs/checkpoint.py",
+        "jaxformer/runs/orbax_internals.py",
         "orbax.checkpoint._src.serialization.tensorstore_utils",
         "get_tensorstore_raw_bytes",
         ("direction",),
@@ -93,7 +95,7 @@ IMPORTED = (
         "counts bytes for a log and never frees its lists; replaced by a function that returns 0",
     ),
     Private(
-        "jaxformer/runs/checkpoint.py",
+        "jaxformer/runs/orbax_internals.py",
         "orbax.checkpoint._src.multihost.multihost",
         "sync_global_processes",
         ("name",),
@@ -101,7 +103,7 @@ IMPORTED = (
         "waits for minutes for a process that failed, and keeps its reason; replaced by our own wait",
     ),
 )
-# attributes of objects of orbax, read in jaxformer/runs/checkpoint.py: (attribute, versions, need)
+# attributes of objects of orbax, read in jaxformer/runs/orbax_internals.py: (attribute, versions, need)
 ATTRIBUTES = {
     "_impl": ("orbax-checkpoint 0.12.8", "StandardCheckpointHandler's inner handler"),
     "_handler_impl": ("orbax-checkpoint 0.12.8", "the handler that writes arrays"),
@@ -162,7 +164,7 @@ def test_every_private_attribute_is_listed():
             if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | PYTHON:
                 found.setdefault(node.attr, set()).add(file)
     imported = {private.name: {private.file} for private in IMPORTED if is_private(private.name)}
-    assert found == imported | {name: {"jaxformer/runs/checkpoint.py"} for name in ATTRIBUTES}
+    assert found == imported | {name: {"jaxformer/runs/orbax_internals.py"} for name in ATTRIBUTES}
 
 
 @pytest.mark.parametrize("private", IMPORTED, ids=lambda private: private.name)
@@ -180,10 +182,37 @@ def test_a_private_name_is_what_it_was(private):
         assert names[: len(private.arguments)] == private.arguments, advice
 
 
+def test_importing_us_patches_nothing_and_filters_no_log():
+    """In a process of its own: JAX, orbax and logging are after the import of every module of ours what they were before."""
+    script = """
+import importlib, logging, pkgutil, sys, warnings
+from jax._src import compiler
+from orbax.checkpoint._src.multihost import multihost
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+def seen():
+    loggers = [logging.getLogger(name).filters[:] for name in ("absl", "asyncio", "jax", "orbax")]
+    names = compiler.compile_or_get_cached, compiler._cache_write, multihost.sync_global_processes
+    return names, tensorstore_utils.get_tensorstore_raw_bytes, sys.unraisablehook, loggers, warnings.filters[:]
+
+before = seen()
+import jaxformer
+for found in pkgutil.walk_packages(jaxformer.__path__, "jaxformer."):
+    if not found.name.endswith("__main__"):
+        try:
+            importlib.import_module(found.name)
+        except ImportError as error:  # of an extra that is not installed
+            assert "jaxformer" not in str(error.name), error
+assert seen() == before
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_attributes_of_orbax_are_what_they_were(tmp_path):
     """Reached as the checkpoint module reaches them. Assigning an attribute that nobody reads would change nothing."""
     writer = orbax.StandardCheckpointHandler()._impl._handler_impl
     for name in ("_save_concurrent_bytes", "_save_device_host_concurrent_bytes"):
-        assert hasattr(writer, name), f"{name}: {ATTRIBUTES[name]}; see Manager.save in jaxformer/runs/checkpoint.py"
+        assert hasattr(writer, name), f"{name}: {ATTRIBUTES[name]}; see limit_bytes in jaxformer/runs/orbax_internals.py"
     with orbax.CheckpointManager(tmp_path) as manager:
         assert callable(manager._checkpointer.wait_until_finished), ATTRIBUTES["_checkpointer"]

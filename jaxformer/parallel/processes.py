@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import clusters, compiler, distributed  # compilation, cluster addresses, the key-value store: no public API
 from jax.experimental import multihost_utils
 
 from jaxformer.config import storage
 from jaxformer.errors import ConfigError
+from jaxformer.parallel import jax_internals
 from jaxformer.parallel.meeting import meet, relay
 from jaxformer.parallel.peers import LOST, SILENCE, STUCK, Peers, print_error
 from jaxformer.sharding import batch_sharding
@@ -78,9 +78,8 @@ def find(environment: Mapping[str, str] = os.environ, limit: float = 300.0) -> P
     in_job = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"} & set(environment)
     if "KUBERNETES_SERVICE_HOST" in environment and not in_job:
         return None  # a notebook in a pod: JAX's detection would warn or fail
-    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     try:
-        coordinator, count, index, devices = detect(None, None, None, None, None, int(limit))
+        coordinator, count, index, devices = jax_internals.find_cluster(int(limit))
     except (RuntimeError, LookupError, ValueError) as error:  # a job's variables may be there in part, or of another form
         what = f"{type(error).__name__}: {error}" if isinstance(error, LookupError | ValueError) else str(error)
         raise ConfigError(f"the cluster's processes could not be found ({what}); give {', '.join(names)}") from None
@@ -98,7 +97,7 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
     global _peers
     limit = seconds("JAXFORMER_JOIN_LIMIT") if limit is None else limit
     processes = processes or find(limit=limit)
-    if processes is None or distributed.global_state.client is not None:
+    if processes is None or jax_internals.service_client() is not None:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if processes.index > 0:
@@ -115,8 +114,8 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
         initialization_timeout=int(limit) + 60, heartbeat_timeout_seconds=int(10 * SILENCE), shutdown_timeout_seconds=30,
     )  # fmt: skip
     if processes.index > 0:
-        _peers.watch_service(partial(_answers, distributed.global_state.client))
-    compiler.compile_or_get_cached = partial(_compile, compiler.compile_or_get_cached)
+        _peers.watch_service(partial(_answers, jax_internals.service_client()))
+    jax_internals.wrap_compilation(lambda compile_program: partial(_compile, compile_program))
 
 
 def numerics() -> dict[str, str]:
@@ -217,7 +216,7 @@ def _call(key: str, what: str, value: Any = None, work: int = -1) -> list[Any]:
     if _peers is not None:
         return _peers.call(key, what, value, limit=_patience(), work=work)
     # a program that joined its processes itself, by `jax.distributed`, has no links
-    client: Any = distributed.global_state.client
+    client = jax_internals.service_client()
     client.key_value_set(f"jaxformer/{key}/{jax.process_index()}", json.dumps(value))
     client.wait_at_barrier(f"jaxformer/{key}", int(1000 * (_patience() or 24 * 3600)))
     found = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(f"jaxformer/{key}")}

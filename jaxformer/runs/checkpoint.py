@@ -28,15 +28,13 @@ from typing import IO, Any
 import jax
 import orbax.checkpoint as orbax
 from etils import epath
-from orbax.checkpoint._src.multihost import multihost
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.peers import Abandoned
 from jaxformer.parallel.processes import Work, all_gather_object, first, is_first, that_see
 from jaxformer.params import Tree
-from jaxformer.runs import lock, manifest, memory, silence
+from jaxformer.runs import lock, manifest, memory, orbax_internals
 from jaxformer.runs.checkpoint_reader import (
     PIECE,
     Folder,
@@ -53,18 +51,12 @@ from jaxformer.runs.manifest import CheckpointError, Damaged, key_data
 Log = Callable[[str], None]
 HERE = "metrics of this manager"  # what a metric without a name is of; on the disk it has none
 _warn = logging.getLogger(__name__).warning
-# Orbax counts written bytes, for its log alone, with a call that never frees its lists (tensorstore 0.1.86): 60 kB a save.
-tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0
 _works = [Work()]  # the last one is what all processes do together now
 
 
 def _wait_for_all(name: str, **_: Any) -> None:
-    """Orbax's wait for all processes. Its own one waits for minutes for a process that failed, and keeps the reason from us."""
+    """Orbax's wait for all processes, as `orbax_internals` puts it in place of orbax's own."""
     _works[-1].wait(name)
-
-
-multihost.sync_global_processes = _wait_for_all
-silence.install()
 
 
 class LatestAndBest:
@@ -126,6 +118,7 @@ class Manager(AbstractContextManager):
         self, folder: Folder, every: int = 1, keep_latest: int = 3, keep_best: int = 1, log: Log = _warn,
         score: str | None = None,
     ):  # fmt: skip
+        orbax_internals.install(_wait_for_all)
         self.folder = resolve(folder)
         self.log = log if is_first() else lambda line: None
         self._score = score
@@ -226,8 +219,7 @@ class Manager(AbstractContextManager):
         self._size = size = sum(leaf.nbytes for leaf in data.values())
         # where arrays lie in the host's memory, a copy of all would double it
         limit = memory.in_flight(data.values()) if jax.default_backend() == "cpu" else None
-        writer: Any = self._handler._impl._handler_impl
-        writer._save_device_host_concurrent_bytes = writer._save_concurrent_bytes = limit
+        orbax_internals.limit_bytes(self._handler, limit)
         self._work = _together(f"the save of step {step}")
         try:
             first(lambda: self._make_room(step, size))
@@ -298,7 +290,7 @@ class Manager(AbstractContextManager):
         """Drops the errors of a failed save, which orbax keeps and would raise in later saves. `_failed` has logged one."""
         with suppress(Exception):
             self._orbax.wait_until_finished()
-        checkpointer: Any = self._orbax._checkpointer
+        checkpointer = orbax_internals.checkpointer_of(self._orbax)
         for _ in range(100):  # each failure is raised once; a thread of the failed save may still run
             try:
                 return checkpointer.wait_until_finished()

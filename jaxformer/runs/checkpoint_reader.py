@@ -30,7 +30,7 @@ from jaxformer.config import no_links, storage
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.processes import all_gather_object, first
 from jaxformer.params import Tree
-from jaxformer.runs import manifest, memory
+from jaxformer.runs import manifest, memory, silence
 from jaxformer.runs.manifest import CheckpointError, Damaged, fingerprints
 
 Folder = os.PathLike | str
@@ -189,6 +189,7 @@ def _read(path: epath.Path, abstract: Tree, prefix: str, leave_out: tuple[str, .
 
 def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """The arrays, read by orbax. An error of one process is raised on all."""
+    silence.install()
     # orbax refuses to save an empty array
     data: Any = {k: jnp.zeros(x.shape, x.dtype, device=x.sharding) for k, x in numbers.items() if not x.size}
     full = {name: leaf for name, leaf in numbers.items() if leaf.size}

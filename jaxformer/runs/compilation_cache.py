@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 from etils import epath
-from jax._src import compilation_cache, compiler  # which process writes has no public API
 
 from jaxformer.config import storage
+from jaxformer.parallel import jax_internals
 
 log = logging.getLogger("jaxformer")
 UNUSED = 30 * 24 * 3600.0  # seconds after which a program is removed
@@ -38,7 +38,7 @@ def enable(runs: epath.PathLike = "") -> None:
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if jax.process_count() > 1 and "://" not in str(jax.config.values["jax_compilation_cache_dir"]):
-        compiler._cache_write = write
+        jax_internals.replace_cache_write(write)
 
 
 def write(
@@ -59,7 +59,7 @@ def write(
     if host_callbacks or compile_time_secs < least:
         return
     try:
-        compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
+        jax_internals.put_program(cache_key, module_name, executable, backend, int(compile_time_secs))
     except Exception as error:
         log.warning("the compiled program %s is not kept: %s", module_name, error)
 
@@ -70,7 +70,7 @@ def tidy(folder: Path) -> None:
     A killed process leaves a torn file; another Python may compress in another way. What was written before the last call
     was read then and is whole. Reading it again would make it look used.
     """
-    way = compilation_cache.compress_executable(b"")[:1].hex()
+    way = jax_internals.way_of_compression()
     marker = folder / f"tidied-{way}"
     tidied = marker.stat().st_mtime if storage.exists(marker) else 0.0
     for path in (folder / name for name in storage.list_names(folder) if name.endswith("-cache")):
@@ -86,7 +86,7 @@ def tidy(folder: Path) -> None:
 def is_torn(data: bytes) -> bool:
     """Whether JAX cannot decompress a program's file."""
     try:
-        compilation_cache.decompress_executable(data)
+        jax_internals.decompress(data)
     except Exception:  # each way of compression has an error of its own
         return True
     return False

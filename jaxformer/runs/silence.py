@@ -1,5 +1,6 @@
 """Tracebacks that orbax, tensorstore and asyncio print of errors which reach `checkpoint` as exceptions: not printed."""
 
+import functools
 import logging
 import sys
 import traceback
@@ -24,7 +25,9 @@ def _unraisable(found: Any) -> None:
         _hook(found)
 
 
+@functools.cache
 def install() -> None:
+    """Once in a process: whoever opens checkpoints calls it. Importing this file changes nothing."""
     for name in ("absl", "asyncio"):  # orbax logs what fails, asyncio what nobody waited for any more, both with tracebacks
         logging.getLogger(name).addFilter(lambda record: not _is_orbax(record))
     sys.unraisablehook = _unraisable

@@ -198,7 +198,9 @@ def test_a_kernel_is_called_in_place_of_a_name():
     assert shapes == [(2, 5, 4, 4)]
 
 
-@pytest.mark.parametrize("implementation", ["query_blocked", CAUSAL, OURS["query_blocked"]], ids=str)
+@pytest.mark.parametrize(
+    "implementation", ["query_blocked", CAUSAL, OURS["query_blocked"]], ids=["a name", "a kernel of a user", "a kernel of ours"]
+)
 def test_what_is_named_alone_refuses_with_its_reason(implementation):
     """Also on a platform that it is not for: whoever names a kernel means it."""
     name = getattr(implementation, "name", implementation)

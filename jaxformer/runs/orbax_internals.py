@@ -1,0 +1,37 @@
+"""Every private name of orbax that this library needs, and why: seen in orbax-checkpoint 0.12.8.
+
+There is no public way to these; tests/test_private_names.py says what to look at when one changes. Importing this file
+changes nothing in orbax: `Manager` calls `install`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from orbax.checkpoint._src.multihost import multihost
+from orbax.checkpoint._src.serialization import tensorstore_utils
+
+from jaxformer.runs import silence
+
+
+@functools.cache
+def install(wait_for_all: Callable) -> None:
+    """Once: orbax waits for other processes by `wait_for_all(name)`, counts no bytes, and prints no errors that it raises.
+
+    Its own wait lasts for minutes where a process failed, and keeps the reason from us. It counts written bytes, for its log
+    alone, with a call that never frees its lists (tensorstore 0.1.86): 60 kB a save.
+    """
+    multihost.sync_global_processes = wait_for_all
+    tensorstore_utils.get_tensorstore_raw_bytes = lambda direction=None: 0
+    silence.install()
+
+
+def limit_bytes(handler: Any, limit: int | None) -> None:
+    """A save copies and writes no more than these bytes at once; else it would hold a copy of the whole state."""
+    writer = handler._impl._handler_impl
+    writer._save_device_host_concurrent_bytes = writer._save_concurrent_bytes = limit
+
+
+def checkpointer_of(manager: Any) -> Any:
+    """What a manager of orbax saves with: it keeps the errors of a failed save, which later saves would raise."""
+    return manager._checkpointer
