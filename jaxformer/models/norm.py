@@ -46,7 +46,7 @@ def norm(config: ModelConfig, params: Tree, x: Float[Array, "*rest D"]) -> Float
 class Unscaled:
     """A norm without a learned scale and bias, as in OLMo 1 (Groeneveld et al. 2024, arXiv:2402.00838, section 2.1)."""
 
-    kind: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    kind: Literal["layer_norm", "rms_norm"] = "layer_norm"  # of the norm that has no scale
 
     __post_init__ = check_words
 
