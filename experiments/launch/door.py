@@ -130,6 +130,9 @@ def provides(name: str, module: str) -> bool:
 def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
     """That hosts see the experiment and its data, as far as this can be known here. The paths that only a host can look for."""
     paths = dict(data_paths(experiment.data)) | dict(data_paths(experiment.initial, "initial"))
+    for key, frozen in experiment.references.items():
+        initial = getattr(frozen, "initial", frozen)
+        paths |= {f"references.{key}": path for _, path in data_paths(initial, "initial")}
     paths |= {"EXP": name} if name.endswith(".py") else {}
     copied = [] if hosts.files == "shared" else tree()
     if hosts.files == "image":
@@ -145,7 +148,8 @@ def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
         else:
             there = any(file.startswith(start) for file in copied)
         if not there:
-            option = "EXP=" if field == "EXP" else f"--{field}="
+            in_file = field == "EXP" or field.startswith("references.")  # which no option sets
+            option = f"{field}=" if in_file else f"--{field}="
             place = {"tree": "in the copy of this checkout", "image": "in the image", "shared": "here"}[hosts.files]
             advice = "" if hosts.files == "shared" else f", such as {hosts.mount}/{os.path.basename(start)}"
             raise ConfigError(f"{option}{path}: not {place}, so no host sees it; give a path that all hosts see{advice}")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from jaxformer.data.corpus import Corpus  # noqa: E402
 from jaxformer.data.mixing import Mixed  # noqa: E402
 from jaxformer.data.sources import Stdlib  # noqa: E402
 from jaxformer.errors import ConfigError  # noqa: E402
+from jaxformer.training import Reference  # noqa: E402
 from tests.launch.fakes import install  # noqa: E402
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.txt"))
@@ -222,6 +224,21 @@ def test_folders_of_tokenizers_and_first_parameters_are_seen_by_hosts(tmp_path, 
     assert "--initial=runs/before: not in the copy of this checkout" in run(f"{line}runs/before", capsys)[2]
     assert run(f"{line}openai-community/gpt2", capsys)[0] == 0
     assert "/mnt/data/before is there" in run(f"{line}/mnt/data/before", capsys)[1]
+
+
+def test_folders_of_references_are_seen_by_hosts(tmp_path, monkeypatch):
+    (tmp_path / "runs/teacher/checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(door, "tree", lambda: ["experiments/quickstart.py"])
+    hosts = types.SimpleNamespace(files="tree", mount="/mnt/data")
+    experiment = types.SimpleNamespace(data=Stdlib(), initial=None, references={})
+    assert door.check_files("quickstart", experiment, hosts) == []
+    for teacher in ("runs/teacher", Reference("runs/teacher")):
+        experiment.references = {"teacher": teacher}
+        with pytest.raises(ConfigError, match=r"^references\.teacher=runs/teacher: not in the copy of this checkout"):
+            door.check_files("quickstart", experiment, hosts)
+    experiment.references = {"teacher": "/mnt/data/teacher", "other": "openai-community/gpt2"}
+    assert door.check_files("quickstart", experiment, hosts) == ["/mnt/data/teacher"]
 
 
 def test_the_lock_holds_what_is_installed_and_all_that_experiments_need():
