@@ -42,7 +42,7 @@ def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
     def run(params: Any, inputs: Inputs) -> Output:
         output = _functions(model).encode(model, params, inputs)
         tree = params if isinstance(model, ModelConfig) else params["decoder"]
-        return transformer.read(last_stack(model), tree, output, inputs.real, inputs.inputs)
+        return transformer.read(last_stack(model), tree, output, inputs.padding_mask, inputs.inputs)
 
     return transformer.in_explicit_axes(run)(params, Inputs(tokens, **options))
 

@@ -100,9 +100,9 @@ def logits(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float
     return found if cap is None else cap * jnp.tanh(found / cap)
 
 
-def classify(head: Classification, params: Tree, hidden: Float[Array, "B T D"], real) -> Float[Array, "B C"]:
+def classify(head: Classification, params: Tree, hidden: Float[Array, "B T D"], padding_mask) -> Float[Array, "B C"]:
     """Classes of each row, or what was pooled of it."""
-    pooled, wide = pool(hidden, head.pool, real), _wide(hidden)
+    pooled, wide = pool(hidden, head.pool, padding_mask), _wide(hidden)
     if head.pooler:
         pooled = ACTIVATIONS[head.pooler](linear("bd,dc->bc", pooled, params["pooler"]))
     return pooled.astype(wide) if head.classes is None else linear("bd,dc->bc", pooled, params, wide)
@@ -125,9 +125,9 @@ def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: 
     return hidden, tokens_table if config.tie_embeddings else params["kernel"], params.get("bias")
 
 
-def pool(hidden: Float[Array, "B T D"], how: str, real: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:
+def pool(hidden: Float[Array, "B T D"], how: str, padding_mask: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:
     """The first or the last position that is not padding, the mean of those, or slot 0, padding or not (`position_0`)."""
-    flags = jnp.ones(hidden.shape[:2], bool) if real is None else real
+    flags = jnp.ones(hidden.shape[:2], bool) if padding_mask is None else padding_mask
     match how:
         case "mean":
             return ops.einsum("btd,bt->bd", hidden, flags / jnp.maximum(flags.sum(axis=1, keepdims=True), 1))

@@ -38,18 +38,24 @@ class Context:
     dropout_key: Any = None
     state: Tree = None  # in decoding, what this mixer keeps (attention: keys and values [B, K, S, H])
     lengths: Any = None  # in decoding, how many tokens the state has of each row, [B]; None: none of any
-    room: int = struct.field(pytree_node=False, default=0)  # in decoding, how many tokens of a row the cache can take
+    # in decoding, how many tokens of a row the cache can take
+    cache_length: int = struct.field(pytree_node=False, default=0)
     # in decoding, how long the text of each row is, [B], where rotations depend on it; None: `positions` show it
     text_lengths: Any = None
     layer: Any = 0  # counted from 0
     shared: Tree = None  # parameters that all layers have in common
     constants: Tree = None  # what the mixer drew for this layer
     inputs: Tree = None  # what the caller of `apply` passed for mixers
-    memo: Tree = None  # value passed from the previous layer
-    real: Any = None  # [B, T], False for padding; None: there is none
+    carry: Tree = None  # value passed from the previous layer
+    padding_mask: Any = None  # [B, T], False for padding; None: there is none
     source: Source | None = None
     # tap(name, value) -> value: what a caller of `apply` may read or replace
     tap: Tap = struct.field(pytree_node=False, default=NOTHING)
+
+    # earlier names, which files of users read
+    real = property(lambda self: self.padding_mask)
+    room = property(lambda self: self.cache_length)
+    memo = property(lambda self: self.carry)
 
 
 class MixerOutput(NamedTuple):
@@ -57,7 +63,7 @@ class MixerOutput(NamedTuple):
 
     out: Any  # [B, T, D]
     state: Tree = None  # the state with these tokens
-    memo: Tree = None  # value for the next layer
+    carry: Tree = None  # value for the next layer
     updates: Tree = None  # new values of its parameters of `Spec(trained=False)`: a part of their tree
 
 
@@ -75,7 +81,7 @@ class LayerOutput(NamedTuple):
 
     hidden: Any = None  # [B, T, D]; of a stack None
     state: Tree = None  # of a stack: one for each layer
-    memo: Tree = None  # of a stack None
+    carry: Tree = None  # of a stack None
     loss: Any = None
     stats: Tree = None
     intermediates: Tree = None  # `Tap.found`
@@ -108,7 +114,7 @@ class Mixer(NamedTuple):
     state: Callable | None = None
     shared: Tree = None  # the spec of parameters that all layers have in common
     constants: Callable = lambda *_: None  # T -> arrays [L, ...] that are drawn, not trained
-    memo: Callable = lambda *_: None  # x -> the `Context.memo` of the first layer: the shapes that each layer passes on
+    carry: Callable = lambda *_: None  # x -> the `Context.carry` of the first layer: the shapes that each layer passes on
     rolls: bool = False  # whether a `length` of what the mask lets a query see is enough: a new token replaces the oldest
 
 

@@ -74,9 +74,9 @@ class Mixture:
         kernels = {name: params[name]["kernel"] for name in ("router", "up", "down")}
         kernels["gate"] = params["gate"]["kernel"] if self.activation in GATES else None
         activation = ACTIVATIONS[GATES.get(self.activation, self.activation)]
-        names = "top_k", "normalise", *(() if context.room else ("capacity", "device_capacity", "groups"))
+        names = "top_k", "normalise", *(() if context.cache_length else ("capacity", "device_capacity", "groups"))
         options = {name: getattr(self, name) for name in names}
-        out, routed = mixture(x, **kernels, activation=activation, **options, real=context.real)
+        out, routed = mixture(x, **kernels, activation=activation, **options, real=context.padding_mask)
         if self.shared:
             out = out + feedforward(self.activation, params["shared"], x)
         loss = None

@@ -89,7 +89,7 @@ def run(config: ModelConfig, kind: Kind, params: Tree, x: Float[Array, "B T ..."
     x = context.tap("residual", x)
     mixed, fed = MixerOutput(*results["attention"]), results["feedforward"]  # a mixer may return a plain tuple
     updates = {name: result.updates for name, result in results.items() if getattr(result, "updates", None) is not None}
-    return LayerOutput(x, mixed.state, mixed.memo, fed.loss, fed.stats, context.tap.found, updates or None)
+    return LayerOutput(x, mixed.state, mixed.carry, fed.loss, fed.stats, context.tap.found, updates or None)
 
 
 def _call(

@@ -52,7 +52,7 @@ class Inputs:
     )  # {name: (value, layer) -> value}, put in place of what was there
 
     @property
-    def real(self) -> jax.Array | None:
+    def padding_mask(self) -> jax.Array | None:
         """`[B, T]`, False for padding; None where there is none."""
         if self.lengths is not None:
             return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
@@ -142,13 +142,13 @@ def output_axes(path: str, leaf) -> tuple[str | None, ...]:
 in_explicit_axes = auto_axes(activation_specs(output_axes))  # of f(...) -> Output: it also runs under Explicit mesh axes
 
 
-def read(config: ModelConfig, params: Tree, output: Output, real=None, inputs: Tree = None) -> Output:
+def read(config: ModelConfig, params: Tree, output: Output, padding_mask=None, inputs: Tree = None) -> Output:
     """The output of `encode`, with what the heads of the config make of its hidden states and of `Inputs.inputs`."""
     trees, found = params.get("heads", {}), {}
     check_params({"heads": heads.spec(config)}, {"heads": trees})
     for name, head in heads.heads(config, params["embedding"].get("tokens")).items():
         with jax.named_scope("head"):
-            found[name] = heads.run(head, trees.get(name, {}), output.hidden, real, inputs)
+            found[name] = heads.run(head, trees.get(name, {}), output.hidden, padding_mask, inputs)
     return replace(output, logits=next(iter(found.values()), None), heads=found)
 
 
@@ -220,9 +220,9 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
         whole = positions.max(axis=1) + 1  # the first call reads the whole text
         cache = replace(cache, text_lengths=jnp.broadcast_to(whole, cache.lengths.shape))
     context = Context(
-        masks.full(), positions, slot_positions, gaps=explicit, lengths=before, room=0 if cache is None else cache.room,
+        masks.full(), positions, slot_positions, gaps=explicit, lengths=before, cache_length=0 if cache is None else cache.room,
         text_lengths=None if cache is None else cache.text_lengths,
-        shared=params.get("shared"), inputs=inputs.inputs, real=inputs.real, source=inputs.encoded,
+        shared=params.get("shared"), inputs=inputs.inputs, padding_mask=inputs.padding_mask, source=inputs.encoded,
         tap=tap(inputs.intermediates, inputs.edits),
     )  # fmt: skip
     return context, layer_masks, cache

@@ -57,13 +57,13 @@ def options(config: ModelConfig, context: Context) -> dict[str, Any]:
 
 def zero_padding(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     """Zeros where a token is padding, also where the mask lets padding see something (heads that pool `position_0`)."""
-    return out if context.real is None else jnp.where(context.real[:, :, None, None], out, 0)
+    return out if context.padding_mask is None else jnp.where(context.padding_mask[:, :, None, None], out, 0)
 
 
 def refuse_packed(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     """NaN in a row of several segments: blocks and numbered global tokens belong to the row, not to each of its segments."""
     T = out.shape[1]
-    return out if context.real is None else visibility(context.mask, T, T, "").refuse_several(out)
+    return out if context.padding_mask is None else visibility(context.mask, T, T, "").refuse_several(out)
 
 
 def by_layer(seed: int, layers: int, draw: Callable) -> Tree:

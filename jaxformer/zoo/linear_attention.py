@@ -103,7 +103,7 @@ def recurrent(system, config: ModelConfig, maps: Callable, eps: float, features:
             return attention(query, key, value, mask=context.mask, feature_map=(of_query, of_key), **options)
         if not view.causal:
             raise NotImplementedError(f"{name} decodes under causal() alone, not {context.mask}")
-        real = True if context.real is None else context.real[:, :, None, None]
+        real = True if context.padding_mask is None else context.padding_mask[:, :, None, None]
 
         def masked(x):
             return jnp.where(real, of_key(x), 0)

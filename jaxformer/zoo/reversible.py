@@ -27,7 +27,7 @@ class Reversible:
     """`stacks.scan.stack` with reversible residuals, as in Reformer: Kitaev et al. 2020, arXiv:2001.04451, section 3.
 
     The mixer is f and the feed-forward g, each of its normalised stream; both streams start as x. NotImplementedError for
-    decoding, intermediates, a source, a memo and auxiliary losses.
+    decoding, intermediates, a source, a carry and auxiliary losses.
     """
 
     streams: int = 1  # 1: the output is the mean of the streams; 2: both side by side (the published models)
@@ -41,8 +41,8 @@ class Reversible:
             raise ConfigError(f"model.block={getattr(config.block, '__name__', config.block)}: reversible layers are pre-norm")
         kinds = layout.kinds(config)
         unsupported = layers.state is not None or context.tap
-        if unsupported or context.source or kinds[0].mixer.memo(x) is not None:
-            raise NotImplementedError("reversible layers: no cache, intermediates, source or memo")
+        if unsupported or context.source or kinds[0].mixer.carry(x) is not None:
+            raise NotImplementedError("reversible layers: no cache, intermediates, source or carry")
         rows = scan.rows_of_pattern(config, layers, x.shape[1])
         run = partial(_sublayer, config, x.dtype)
         slots = [(kinds[i % len(kinds)].sublayers, i % len(layers.masks)) for i in range(len(rows))]

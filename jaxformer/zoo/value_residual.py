@@ -17,14 +17,14 @@ def value_residual(config: ModelConfig) -> Mixer:
 
     def prepare(params, heads: Heads, context: Context) -> Heads:
         value, is_first = heads.value, context.layer == 0
-        first = jnp.where(is_first, value, context.memo["value"])
+        first = jnp.where(is_first, value, context.carry["value"])
         wide = jnp.promote_types(value.dtype, jnp.float32)
         a, b = params["value_mix"].astype(wide)
         mixed = (a * first.astype(wide) + b * value.astype(wide)).astype(value.dtype)
-        return heads._replace(value=jnp.where(is_first, value, mixed), memo={"value": first})
+        return heads._replace(value=jnp.where(is_first, value, mixed), carry={"value": first})
 
     def first(x):
         return {"value": jnp.zeros((*x.shape[:2], config.kv_heads, config.head_size), x.dtype)}
 
     mixer = attention(config, extra={"value_mix": Spec((2,), (None,), constant(0.5))}, prepare=prepare)
-    return mixer._replace(memo=first)
+    return mixer._replace(carry=first)

@@ -129,9 +129,9 @@ def test_a_config_that_cannot_be_hashed_is_checked_too():
         traced(replace(config, vocab_size=8), tree)
 
 
-def test_a_memo_needs_layers_that_hand_it_on():
+def test_a_carry_needs_layers_that_hand_it_on():
     config = replace(MODEL, mixer=(zoo.value_residual.value_residual, zoo.qk_norm.qk_norm))
-    with pytest.raises(ConfigError, match="hands a memo to the next layer"):
+    with pytest.raises(ConfigError, match="hands a carry to the next layer"):
         traced(config, params.abstract(models.spec(config)))
 
 

@@ -136,16 +136,16 @@ def test_models_of_transformers(name):
         np.testing.assert_allclose(logits, arrays[f"{name}/logits"], **HF)
 
 
-def layer_out(config, ours, x, layer=0, memo=None):
+def layer_out(config, ours, x, layer=0, carry=None):
     """One mixer on its own, in float64."""
 
     @jit
-    def run(ours, x, memo):
-        context = Context(masks.causal(), jnp.arange(x.shape[1])[None], layer=layer, memo=memo)
+    def run(ours, x, carry):
+        context = Context(masks.causal(), jnp.arange(x.shape[1])[None], layer=layer, carry=carry)
         mixed = layout.kinds(config)[0].mixer.apply(ours, x, context)
-        return mixed.out, mixed.memo
+        return mixed.out, mixed.carry
 
-    return run(jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), ours), jnp.asarray(x, jnp.float64), memo)
+    return run(jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), ours), jnp.asarray(x, jnp.float64), carry)
 
 
 def test_attention_of_olmo2():
@@ -216,9 +216,9 @@ def test_value_residual_of_x_transformers():
     """The first layer's values reach the second; the first layer's own numbers are not used (they are NaN here)."""
     with jax.enable_x64(True):
         nothing = {"value": jnp.zeros((2, variants_x.T, variants_x.N, variants_x.H))}
-        out, memo, expected = x_layer("residual_first", zoo.value_residual.value_residual, layer=0, memo=nothing)
+        out, carry, expected = x_layer("residual_first", zoo.value_residual.value_residual, layer=0, carry=nothing)
         np.testing.assert_allclose(out, expected, **X)
-        out, _, expected = x_layer("residual_second", zoo.value_residual.value_residual, layer=1, memo=memo)
+        out, _, expected = x_layer("residual_second", zoo.value_residual.value_residual, layer=1, carry=carry)
         np.testing.assert_allclose(out, expected, **X)
 
 
@@ -282,7 +282,7 @@ def test_value_residual_as_defined():
         )
         a, b = p["value_mix"]
         expected = defined(p, x, values=lambda value: a * first + b * value)
-        out, _ = layer_out(config, p, x, layer=1, memo={"value": jnp.asarray(first)})
+        out, _ = layer_out(config, p, x, layer=1, carry={"value": jnp.asarray(first)})
         np.testing.assert_allclose(out, expected, **FLOAT64)
 
 
@@ -384,12 +384,12 @@ def test_gradients_and_dropout(name):
     """Every parameter of a layer has a gradient, and dropout follows its key."""
     config = replace(CONFIGS[name], attention_dropout_rate=0.2)
     mixer, x = MIXERS[name](config), np.random.default_rng(1).normal(size=(2, 5, 16)).astype(np.float32)
-    memo = jax.tree.map(lambda a: a + 1, mixer.memo(x))
+    carry = jax.tree.map(lambda a: a + 1, mixer.carry(x))
 
     @jit
     def run(p, key):
         def loss(p):
-            context = Context(masks.causal(), jnp.arange(5)[None], layer=1, memo=memo, dropout_key=key)
+            context = Context(masks.causal(), jnp.arange(5)[None], layer=1, carry=carry, dropout_key=key)
             return jnp.sum(jnp.sin(mixer.apply(p, jnp.asarray(x), context).out))
 
         return jax.value_and_grad(loss)(p)

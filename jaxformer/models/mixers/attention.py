@@ -47,7 +47,7 @@ class Heads(NamedTuple):
     query: Array  # [B, T, N, H]
     key: Array  # [B, T, K, H]
     value: Array  # [B, T, K, H]
-    memo: Tree = None  # value for the next layer
+    carry: Tree = None  # value for the next layer
 
 
 def attention(
@@ -72,7 +72,7 @@ def attention(
         heads = project(params, x)
         if prepare is not None:
             heads = prepare(params, heads, context)
-        query, key, value, memo = heads
+        query, key, value, carry = heads
         if isinstance(config.positions, Rope):
             query = rope(query, context.positions, config.positions, context.text_lengths)
             key = rope(key, context.positions, config.positions, context.text_lengths)
@@ -92,7 +92,7 @@ def attention(
         out = context.tap("heads", tapped_weights(context, result, value if standard else None))
         if finish is not None:
             out = finish(params, x, out)
-        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, memo)
+        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, carry)
 
     def state(batch: int, length: int, dtype):
         zeros = jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype)
@@ -243,7 +243,7 @@ def cached(
     T, S = query.shape[1], jax.tree.leaves(context.state["key"])[0].shape[2]
     state = context.state
     new = {"key": _in_slots(key), "value": _in_slots(value)}
-    count = jnp.full(len(query), T) if context.real is None else jnp.sum(context.real, axis=1)
+    count = jnp.full(len(query), T) if context.padding_mask is None else jnp.sum(context.padding_mask, axis=1)
     if context.lengths is None:
         result = (attend or ops.attention)(query, key, value, **options)
         return result, cached_attention.write(first_slots, state, new, count)
@@ -258,7 +258,7 @@ def cached(
         new_slots = Slots(new["key"], new["value"], new_positions)
         scale = query.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
         call = Call(options["mask"], options.get("bias"), scale=scale, softcap=options["softcap"])
-        widths = cached_attention.widths(S) if context.room == S else [S]
+        widths = cached_attention.widths(S) if context.cache_length == S else [S]
         width = jnp.searchsorted(jnp.array(widths), jnp.max(context.lengths))
         slots = old_slots, new_slots
         result = out = cached_attention.attention(query, positions, *slots, call, widths, width)

@@ -28,7 +28,7 @@ class Pipeline:
     """`stacks.scan.stack` with its layers split over the mesh axis `stage`, as `pipeline` says.
 
     The values are those of `stacks.scan.stack`, but the dropout key is folded with the microbatch, and auxiliary losses and
-    figures of feed-forwards are the mean over the microbatches. NotImplementedError for decoding, intermediates, a memo, and
+    figures of feed-forwards are the mean over the microbatches. NotImplementedError for decoding, intermediates, a carry, and
     different mixers that draw constants.
     """
 
@@ -40,8 +40,8 @@ class Pipeline:
         if mesh.empty or mesh.shape.get("stage", 1) == 1:
             return scan.stack(config, layers, x, context)
         mixers, stages = [kind.mixer for kind in layout.kinds(config)], mesh.shape["stage"]
-        if context.tap or layers.state is not None or mixers[0].memo(x) is not None:
-            raise NotImplementedError("a pipeline: no cache, intermediates or memo; mesh.stage=1 has")
+        if context.tap or layers.state is not None or mixers[0].carry(x) is not None:
+            raise NotImplementedError("a pipeline: no cache, intermediates or carry; mesh.stage=1 has")
         drawn = [mixer.constants(x.shape[1]) for mixer in mixers] if layers.constants is None else [layers.constants]
         different = any(mixer != layout.turns(config.mixer)[0] for mixer in layout.turns(config.mixer))
         if different and jax.tree.leaves(drawn):

@@ -69,23 +69,23 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
     kinds = layout.kinds(config, source_width)
     constants = [_constants(kind, layers, x.shape[1]) for kind in kinds]
     call = StackCall(config, layers, context, pick, kinds, constants)
-    carry = x, first_memo(config, kinds, x)
+    passed = x, first_carry(config, kinds, x)
     if isinstance(layers.params, tuple) or layers.state is not None:
-        carry, output = run_one_by_one(call, carry)
-        return carry[0], output
+        passed, output = run_one_by_one(call, passed)
+        return passed[0], output
     outputs = []
     for segment in layout.segments(config, source_width):
-        carry, output = run_segment(call, segment, carry)
+        passed, output = run_segment(call, segment, passed)
         outputs.append(output)
-    return carry[0], joined(outputs, jnp.concatenate)
+    return passed[0], joined(outputs, jnp.concatenate)
 
 
-def first_memo(config: ModelConfig, kinds: Sequence[Kind], x) -> Tree:
+def first_carry(config: ModelConfig, kinds: Sequence[Kind], x) -> Tree:
     """What the first layer reads of a layer before it. ConfigError where mixers of other kinds would read it."""
     mixers = layout.turns(config.mixer)
-    if any(mixer != mixers[0] for mixer in mixers) and any(kind.mixer.memo(x) is not None for kind in kinds):
-        raise ConfigError("model.mixer: a mixer that hands a memo to the next layer is the mixer of all layers")
-    return kinds[0].mixer.memo(x)
+    if any(mixer != mixers[0] for mixer in mixers) and any(kind.mixer.carry(x) is not None for kind in kinds):
+        raise ConfigError("model.mixer: a mixer that hands a carry to the next layer is the mixer of all layers")
+    return kinds[0].mixer.carry(x)
 
 
 def _constants(kind: Kind, layers: Layers, length: int) -> Tree:
@@ -94,7 +94,7 @@ def _constants(kind: Kind, layers: Layers, length: int) -> Tree:
     return drawn if drawn is None or layers.constants is None else layers.constants
 
 
-def run_one_by_one(call: StackCall, carry):
+def run_one_by_one(call: StackCall, passed):
     """Decoding: each layer has weights and a state of its own, which no loop has to cut out of a stack."""
     config, layers, source = call.config, call.layers, call.context.source
     heads = None if source is None else source.heads
@@ -102,16 +102,16 @@ def run_one_by_one(call: StackCall, carry):
     outputs = []
     for i, params in enumerate(layout.unstacked(config, layers.params)):
         row = Row(i, params, states[i], call.drawn(i), None if heads is None else heads[i])
-        carry, output = run_layer(call, call.kind(i), call.context_of(i), carry, row)
+        passed, output = run_layer(call, call.kind(i), call.context_of(i), passed, row)
         outputs.append(output)
     stacked = joined([output._replace(state=None) for output in outputs], stack_leaves)
     states = tuple(output.state for output in outputs)
-    return carry, stacked if states[0] is None else stacked._replace(state=states)
+    return passed, stacked if states[0] is None else stacked._replace(state=states)
 
 
-def run_segment(call: StackCall, segment: Segment, carry):
+def run_segment(call: StackCall, segment: Segment, passed):
     """The layers of a segment: whole periods of its pattern under a scan, the rest one after another."""
-    config, dtype = call.config, carry[0].dtype
+    config, dtype = call.config, passed[0].dtype
     period = layout.period(config, segment)
     together = layers_a_step(config, dtype)
     scanned = 0 if together >= config.num_layers else segment.count - segment.count % period
@@ -120,40 +120,40 @@ def run_segment(call: StackCall, segment: Segment, carry):
         functions = [partial(run_row_of_period, call, segment, period, k) for k in range(period)]
         step = partial(run_period, [remat(config, function, dtype) for function in functions], segment)
         rows = rows_of_periods(call, segment, period, scanned)
-        carry, output = jax.lax.scan(step, carry, rows, unroll=max(1, together // period))
+        passed, output = jax.lax.scan(step, passed, rows, unroll=max(1, together // period))
         outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output))
     if scanned < segment.count:
         each = [remat(config, partial(run_row, call, segment, k), dtype) for k in range(scanned, segment.count)]
-        carry, output = run_in_turn(each, carry, rows_behind(call, segment, scanned))
+        passed, output = run_in_turn(each, passed, rows_behind(call, segment, scanned))
         outputs.append(output)
-    return carry, joined(outputs, jnp.concatenate)
+    return passed, joined(outputs, jnp.concatenate)
 
 
-def run_layer(call: StackCall, kind: Kind, context: Context, carry, row: Row):
-    """One layer: ((x, memo), Row) -> ((x, memo), LayerOutput)."""
-    x, memo = carry
+def run_layer(call: StackCall, kind: Kind, context: Context, passed, row: Row):
+    """One layer: ((x, carry), Row) -> ((x, carry), LayerOutput)."""
+    x, carry = passed
     params, constants = row.params, row.constants
     if call.pick is not None:
         params, constants = call.pick((params, constants))
     key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
     source = None if context.source is None else replace(context.source, heads=row.source_heads)
     context = replace(
-        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, memo=memo, source=source,
+        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, carry=carry, source=source,
         tap=context.tap.in_layer(row.layer),
     )  # fmt: skip
     output = sublayers.run(call.config, kind, params, x, context)
-    return (output.hidden, output.memo), output._replace(hidden=None, memo=None)
+    return (output.hidden, output.carry), output._replace(hidden=None, carry=None)
 
 
-def run_row(call: StackCall, segment: Segment, k: int, carry, row: Row):
+def run_row(call: StackCall, segment: Segment, k: int, passed, row: Row):
     """The k-th layer of a segment, on its row."""
     i = segment.first + k
-    carry, output = run_layer(call, call.kind(i), call.context_of(i), carry, row)
+    passed, output = run_layer(call, call.kind(i), call.context_of(i), passed, row)
     place, _ = segment.row(k)
-    return carry, output._replace(updates=layout.placed(output.updates, place))
+    return passed, output._replace(updates=layout.placed(output.updates, place))
 
 
-def run_row_of_period(call: StackCall, segment: Segment, period: int, k: int, carry, row: Row):
+def run_row_of_period(call: StackCall, segment: Segment, period: int, k: int, passed, row: Row):
     """The k-th layer of a period, on its row of those that its place has in the period.
 
     The row is taken within what is recomputed: the loop then keeps no copy of the weights for the backward pass.
@@ -161,14 +161,14 @@ def run_row_of_period(call: StackCall, segment: Segment, period: int, k: int, ca
     n = len(segment.places)
     if period > n:
         row = row._replace(params=unstack(row.params, period // n)[k // n])
-    return run_row(call, segment, k, carry, row)
+    return run_row(call, segment, k, passed, row)
 
 
-def run_period(functions: Sequence[Callable], segment: Segment, carry, rows: tuple[list[Tree], list[Row]]):
+def run_period(functions: Sequence[Callable], segment: Segment, passed, rows: tuple[list[Tree], list[Row]]):
     """One step of the scan: the layers of a period."""
     params, own = rows
     n = len(segment.places)
-    return run_in_turn(functions, carry, [row._replace(params=params[k % n]) for k, row in enumerate(own)])
+    return run_in_turn(functions, passed, [row._replace(params=params[k % n]) for k, row in enumerate(own)])
 
 
 def rows_of_periods(call: StackCall, segment: Segment, period: int, scanned: int) -> tuple[list[Tree], list[Row]]:
@@ -227,13 +227,13 @@ def rows_behind(call: StackCall, segment: Segment, scanned: int) -> list[Row]:
     return rows
 
 
-def run_in_turn(functions: Sequence[Callable], carry, rows: Sequence[Row]):
+def run_in_turn(functions: Sequence[Callable], passed, rows: Sequence[Row]):
     """Layers one after another, each on its row, and their outputs stacked."""
     outputs = []
     for function, row in zip(functions, rows, strict=True):
-        carry, output = function(carry, row)
+        passed, output = function(passed, row)
         outputs.append(output)
-    return carry, joined(outputs, stack_leaves)
+    return passed, joined(outputs, stack_leaves)
 
 
 def stack_leaves(leaves: Sequence[jax.Array]) -> jax.Array:
