@@ -247,7 +247,7 @@ def test_a_batch_of_weight_zero():
     recipe = recipe_of(batch_size=8, clip_norm=1.0)
     state, (found,) = run(recipe, [ROWS | {"weights": jnp.zeros(8)}])
     np.testing.assert_array_equal(state.params["w"], 1)
-    assert state.step == 1 and found["skipped"] == 0 and np.isnan(found["loss"]) and found["tokens"] == 0
+    assert state.step == 1 and found["skipped"] == 0 and np.isnan(found["loss"]) and found["examples"] == 0
     after, (next_one,) = run(recipe, [ROWS], state)
     assert np.isfinite(next_one["loss"]) and (after.params["w"] != 1).all()
 

@@ -193,19 +193,22 @@ def rows_of_periods(call: StackCall, segment: Segment, period: int, scanned: int
 def rows_of_pattern(config: ModelConfig, layers: Layers, length: int) -> tuple[Row, ...]:
     """For each layer of the pattern the rows `[L / period, ...]` of the layers in its place: for a stack of another kind.
 
-    Raises ConfigError for a depth that is no multiple of the pattern, and for one that is not one pattern.
+    A pattern that only covers the depth is its own period. Raises ConfigError for a depth that is no multiple of the pattern.
     """
-    segments = layout.segments(config)
-    period, L = layout.period(config, segments[0]), config.num_layers
-    if len(segments) > 1 or L % period:
+    segments, kinds, L = layout.segments(config), layout.kinds(config), config.num_layers
+    period = L if len(segments) > 1 else layout.period(config, segments[0])
+    if L % period:
         raise ConfigError(f"model.num_layers={L} is no multiple of the pattern of {period} different layers")
-    kinds, found = layout.kinds(config), []
-    for k in range(period):
-        name, first = segments[0].row(k)
-        several = period // len(segments[0].places)
-        own = jax.tree.map(lambda leaf, first=first: leaf[first::several], layout.place(layers.params, name))  # noqa: B023
-        constants = jax.tree.map(lambda leaf, k=k: leaf[k::period], _constants(kinds[k % len(kinds)], layers, length))
-        found.append(Row(jnp.arange(k, L, period), own, None, constants))
+    found = []
+    for segment in segments:
+        for k in range(min(segment.count, period)):
+            i = segment.first + k
+            name, first = segment.row(k)
+            several = slice(first, first + 1) if len(segments) > 1 else slice(first, None, period // len(segment.places))
+            own = jax.tree.map(lambda leaf, several=several: leaf[several], layout.place(layers.params, name))
+            constants = _constants(kinds[i % len(kinds)], layers, length)
+            constants = jax.tree.map(lambda leaf, i=i: leaf[i::period], constants)
+            found.append(Row(jnp.arange(i, L, period), own, None, constants))
     return tuple(found)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -197,7 +198,8 @@ def test_inspect_and_cost_from_the_command_line(trained, capsys):
         assert cli.main(["inspect", str(runs(trained)[0]), "--prompt", "the <fox>", "--html", "inspected.html"]) == 0
         assert "mean loss" in capsys.readouterr().out
         text = (trained / "inspected.html").read_text()
-        assert "Where the heads look" in text and "&lt;" in text and not Strict(text).open and "nan" not in text
+        words = re.sub(r"base64,[A-Za-z0-9+/=]*", "", text)  # a picture may spell anything
+        assert "Where the heads look" in text and "&lt;" in text and not Strict(text).open and "nan" not in words
         assert cli.main(["draw", "vit_base", "--num-layers=3", "--out", "drawn/vit.html"]) == 0
         assert "Architecture" in (trained / "drawn" / "vit.html").read_text() and (trained / "drawn" / "masks.png").is_file()
         assert cli.main(["inspect", str(runs(trained)[0]), "--prompt", "t"]) == 2
