@@ -9,8 +9,8 @@ import pytest
 
 import jaxformer
 from jaxformer import cli, decoding
-from jaxformer.ops.attention import attention, check_kernel
-from jaxformer.ops.attention.kernel_check import Case
+from jaxformer.ops.attention import attention
+from jaxformer.tools.kernel_check import Case, check_kernel
 from tests.joints.harness import (
     assert_resumes_to_the_same_bits,
     assert_same_on_eight_devices,

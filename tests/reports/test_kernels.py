@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, ops
-from jaxformer.ops.attention import Call, Kernel, check_kernel
+from jaxformer.ops.attention import Call, Kernel
 from jaxformer.ops.attention.kernel import never_refuses
-from jaxformer.ops.attention.kernel_check import Case
 from jaxformer.ops.attention.reference import reference
+from jaxformer.tools.kernel_check import Case, check_kernel
 
 KERNELS = "reference", "query_blocked", "blockwise"
 

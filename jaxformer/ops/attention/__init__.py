@@ -29,7 +29,6 @@ from jaxformer.ops.attention.call import (
 )
 from jaxformer.ops.attention.cudnn import CUDNN
 from jaxformer.ops.attention.kernel import Implementation, Kernel, as_tuple, names_of
-from jaxformer.ops.attention.kernel_check import check_kernel as check_kernel
 from jaxformer.ops.attention.query_blocked import QUERY_BLOCKED
 from jaxformer.ops.attention.reference import REFERENCE, all_gather_length, reference
 from jaxformer.ops.attention.ring import BLOCKWISE, RING

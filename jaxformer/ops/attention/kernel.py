@@ -1,8 +1,8 @@
 """The joint `Kernel`: an implementation of exact attention, one of ours or a user's own.
 
 `attention(..., implementation=...)` and `ModelConfig.attention_implementation` take what
-`Implementation` says. Our own kernels are values of this class too (`KERNELS`). `check_kernel`
-compares a kernel with the reference.
+`Implementation` says. Our own kernels are values of this class too (`KERNELS`).
+`tools.kernel_check.check_kernel` compares a kernel with the reference.
 """
 
 from collections.abc import Callable

@@ -13,11 +13,11 @@ import pytest
 from jaxformer import config, decoding, masks, models, zoo
 from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder, LanguageModel, ModelConfig
-from jaxformer.ops.attention import KERNELS, Kernel, _log_once, _warn_once, attention, check_kernel
+from jaxformer.ops.attention import KERNELS, Kernel, _log_once, _warn_once, attention
 from jaxformer.ops.attention.kernel import never_refuses
-from jaxformer.ops.attention.kernel_check import CASES, Case, random_cases
 from jaxformer.ops.attention.reference import reference
 from jaxformer.parallel import Mesh, make_mesh
+from jaxformer.tools.kernel_check import CASES, Case, check_kernel, random_cases
 
 OURS = {kernel.name: kernel for kernel in KERNELS}
 # float32 sums of some ten terms of order one, in another order
