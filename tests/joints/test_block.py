@@ -169,7 +169,7 @@ def takes_a_part(config, names):
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        (twice, "called the sub-layer attention twice"), (never, "never called the sub-layer feedforward"),
+        (twice, "called twice, or more often, the sub-layer attention"), (never, "never called the sub-layer feedforward"),
         (takes_a_name, "'attention' has the name of a sub-layer"), (takes_a_part, "'embedding' has the name of a part"),
     ],
 )  # fmt: skip
