@@ -6,6 +6,7 @@ a name, and so is one without a file.
 
 import ast
 import functools
+import inspect
 import linecache
 import os
 import re
@@ -25,6 +26,15 @@ MODULE_TEXT = "__users_text__"  # of a module beside an experiment file: the tex
 # the folders of this library and of Python
 NOT_USERS = tuple(str(path.resolve()) + os.sep for path in (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))))
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+
+
+def positional_names(function: Callable) -> list[str]:
+    """The names of a function's positional parameters; none where it does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
 def name_of(unit: Any) -> str:

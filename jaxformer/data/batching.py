@@ -196,6 +196,10 @@ class ValidationBatches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         indices = range(len(self))[index] * self.batch_size + self.rows
         batch = take_rows(self.split, np.minimum(indices, self.examples - 1))
+        if "weights" not in batch:
+            names = ", ".join(map(repr, batch))
+            advice = "give each example `weights`: 1.0, or 0.0 for what no score counts"
+            raise ConfigError(f"data: an example of the validation split has {names}, and no 'weights'; {advice}")
         weights = np.asarray(batch["weights"])
         real = (indices < self.examples).reshape(-1, *(1,) * (weights.ndim - 1))
         return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}

@@ -22,8 +22,8 @@ from jaxformer.params import Spec, Tree
 from jaxformer.sharding import mesh_axes, with_logical_constraint
 
 
-def axis_of_tokens(tokens: Array) -> int:
-    """The length of tokens `[B, T, ...]`."""
+def token_length(tokens: Array) -> int:
+    """T of tokens `[B, T, ...]`."""
     return tokens.shape[1]
 
 
@@ -35,7 +35,7 @@ class Embedder(NamedTuple):
 
     spec: Tree  # of `Spec`; with a table `tokens` [V, D], a language model's head may read by it
     apply: Callable  # (params, tokens or other arrays that `models.apply` got, its `inputs`) -> [B, T, D]
-    length: Callable = axis_of_tokens  # the arrays -> T, how many positions they take
+    length: Callable = token_length  # the arrays -> T, how many positions they take
 
 
 def spec(config: ModelConfig) -> Tree:

@@ -1,6 +1,5 @@
 """What reads the last hidden states: logits of tokens, classes of sequences, of positions, of images."""
 
-import inspect
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ from jax.nn.initializers import normal, zeros
 from jaxtyping import Bool, Float
 
 from jaxformer import ops, params
+from jaxformer.config import code
 from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask, is_causal
 from jaxformer.masks.blocks import evaluate
@@ -34,17 +34,15 @@ class Head(NamedTuple):
     name: str  # the key of its parameters and of its output
     spec: Tree  # of `Spec`
     # (params, hidden [B, T, D], padding_mask [B, T], False for padding, or None, inputs) -> array, float32 or better;
-    # `inputs` is what `models.apply` got by that name; a function of three arguments gets all but this
+    # `inputs` is what `models.apply` got by that name
     apply: Callable
 
 
 def run(head: Head, params: Tree, hidden: Float[Array, "B T D"], padding_mask, inputs: Tree) -> Array:
-    """What a head makes of the hidden states."""
-    parameters = inspect.signature(head.apply).parameters.values()
-    several = any(each.kind is each.VAR_POSITIONAL for each in parameters)
-    count = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
-    arguments = params, hidden, padding_mask, inputs
-    return head.apply(*(arguments if several or count > 3 else arguments[:3]))
+    """What a head makes of the hidden states. One of three parameters is called without `inputs`: heads had these before."""
+    if len(code.positional_names(head.apply)) == 3:
+        return head.apply(params, hidden, padding_mask)
+    return head.apply(params, hidden, padding_mask, inputs)
 
 
 def heads(config: ModelConfig, table: Weight | None = None) -> dict[str, Head]:
@@ -75,7 +73,7 @@ def _head(config: ModelConfig, head, table: Weight | None) -> Head:
                 tree["transform"] = matrix(D, D, None, False) | bias | {"norm": norm_spec(config, D)}
             if not config.tie_embeddings:  # [V, D] like the embedding: one product for both
                 tree["kernel"] = Spec((V, D), ("vocab", "embed"), start, ("embed",))
-            return Head(head.name, tree, lambda params, hidden, _: logits(config, head, params, hidden, table))
+            return Head(head.name, tree, lambda params, hidden, *_: logits(config, head, params, hidden, table))
         case Classification():
             width = head.pooler_width or config.d_model  # also of two streams
             tree = {"pooler": matrix(D, width, None, True)} if head.pooler else {}
@@ -84,7 +82,7 @@ def _head(config: ModelConfig, head, table: Weight | None) -> Head:
             return Head(head.name, tree, partial(classify, head))
         case TokenClassification():
 
-            def classes(params, hidden, _):
+            def classes(params, hidden, *_):
                 return linear("btd,dc->btc", hidden, params, _wide(hidden))
 
             return Head(head.name, matrix(D, head.classes, "class", True), classes)
@@ -100,7 +98,9 @@ def logits(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float
     return found if cap is None else cap * jnp.tanh(found / cap)
 
 
-def classify(head: Classification, params: Tree, hidden: Float[Array, "B T D"], padding_mask) -> Float[Array, "B C"]:
+def classify(
+    head: Classification, params: Tree, hidden: Float[Array, "B T D"], padding_mask: Any, inputs: Tree = None
+) -> Float[Array, "B C"]:
     """Classes of each row, or what was pooled of it."""
     pooled, wide = pool(hidden, head.pool, padding_mask), _wide(hidden)
     if head.pooler:

@@ -128,6 +128,8 @@ class Block(NamedTuple):
 
     `names` are the sub-layers of a layer in their order: attention, cross_attention where there is an encoder, feedforward.
     `sublayers` has a function `y [B, T, D] -> [B, T, D]` for each name, to be called once; its output is dropped out already.
+    A block that drops something itself takes `context.dropout_key`, and has a method `evaluation()` that returns the block
+    without it.
     """
 
     spec: Tree  # of one layer's own parameters, besides those of the sub-layers: norms, scales

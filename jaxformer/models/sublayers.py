@@ -1,6 +1,6 @@
 """One layer: its sub-layers, each called once by the block that adds them to the residual stream."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,28 +80,43 @@ def run(config: ModelConfig, kind: Kind, params: Tree, x: Float[Array, "B T ..."
     """One layer: `kind.block` with the sub-layers of `kind`. ConfigError for a block that does not call each once."""
     params = all_gather_weights(params, lambda: kind.spec, x.dtype)
     keys = DropoutKeys.split(context.dropout_key)
-    results: dict[str, Any] = {}
-    sublayers = {name: partial(_call, config, kind, params, keys, context, results, name) for name in kind.sublayers}
+    calls = {
+        name: SublayerCall(name, part, params.get(name, {}), context, keys, config.dropout_rate)
+        for name, part in kind.sublayers.items()
+    }
     own = {name: params.get(name, {}) for name in kind.block.spec or {}}  # a norm may have no parameters
-    x = kind.block.apply(own, x, sublayers, replace(context, dropout_key=keys.block))
-    if missing := [name for name in kind.sublayers if name not in results]:
-        raise ConfigError(f"model.block: it never called the sub-layer {missing[0]}; a block calls each sub-layer once")
+    x = kind.block.apply(own, x, calls, replace(context, dropout_key=keys.block))
+    results = {name: call.only_result() for name, call in calls.items()}
     x = context.tap("residual", x)
     mixed, fed = MixerOutput(*results["attention"]), results["feedforward"]  # a mixer may return a plain tuple
     updates = {name: result.updates for name, result in results.items() if getattr(result, "updates", None) is not None}
     return LayerOutput(x, mixed.state, mixed.carry, fed.loss, fed.stats, context.tap.found, updates or None)
 
 
-def _call(
-    config: ModelConfig, kind: Kind, params: Tree, keys: DropoutKeys, context: Context, results: dict[str, Any], name: str,
-    y: Float[Array, "B T D"],
-) -> Float[Array, "B T D"]:  # fmt: skip
-    """The sub-layer of that name, and the dropout of its output; `results` gets all that it returns."""
-    if name in results:
-        raise ConfigError(f"model.block: it called the sub-layer {name} twice; a block calls each sub-layer once")
-    with jax.named_scope(name):
-        tap = context.tap.inside(name)
-        y = tap("input", y)
-        inside = replace(context, dropout_key=getattr(keys, name), tap=tap)
-        results[name] = kind.sublayers[name].apply(params.get(name, {}), y, inside)
-        return ops.dropout(tap("out", results[name][0]), config.dropout_rate, getattr(keys, f"{name}_out"))
+@dataclass(frozen=True, eq=False)
+class SublayerCall:
+    """A sub-layer as its block calls it, `y [B, T, D] -> [B, T, D]`: with dropout of its output. It keeps the whole result."""
+
+    name: str
+    part: Mixer | FeedForward
+    params: Tree
+    context: Context
+    keys: DropoutKeys
+    dropout_rate: float
+    results: list[Any] = field(default_factory=list)
+
+    def __call__(self, y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        with jax.named_scope(self.name):
+            tap = self.context.tap.inside(self.name)
+            y = tap("input", y)
+            inside = replace(self.context, dropout_key=getattr(self.keys, self.name), tap=tap)
+            result = self.part.apply(self.params, y, inside)
+            self.results.append(result)
+            return ops.dropout(tap("out", result[0]), self.dropout_rate, getattr(self.keys, f"{self.name}_out"))
+
+    def only_result(self) -> Any:
+        """What the sub-layer returned. ConfigError where the block called it twice, or never."""
+        if len(self.results) != 1:
+            found = "never called" if not self.results else "called twice, or more often,"
+            raise ConfigError(f"model.block: it {found} the sub-layer {self.name}; a block calls each sub-layer once")
+        return self.results[0]

@@ -78,7 +78,7 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Every parameter of the model, declared once; `source_width`: of a decoder, the width of its encoder."""
     parts = {
         "embedding": embedding.spec(config), "layers": layout.spec(config, source_width), "heads": heads.spec(config),
-        "shared": layout.shared_spec(config),
+        "shared": layout.shared_spec(config, source_width),
     }  # fmt: skip
     table = getattr(parts["embedding"].get("tokens"), "shape", None)
     wanted = config.vocab_size, config.hidden_width

@@ -34,7 +34,7 @@ class Reconstruction:
             "bias": Spec((pixels,), (None,), zeros),
         }
 
-        def apply(params, hidden, padding_mask):
+        def apply(params, hidden, padding_mask, inputs):
             wide = jnp.promote_types(hidden.dtype, jnp.float32)
             x = hidden[:, patches.class_token :]
             x = add_bias(ops.einsum("btd,dp->btp", x, params["kernel"][:, 0, 0], dtype=wide), params["bias"])

@@ -9,7 +9,15 @@ import jax
 from jaxformer import models
 from jaxformer.data.augment import augmented
 from jaxformer.errors import ConfigError
-from jaxformer.objectives.objective import Batch, StepContext, check_smoothing, in_both_forms, model_inputs, with_reports
+from jaxformer.objectives.objective import (
+    Batch,
+    StepContext,
+    batch_of_row,
+    check_smoothing,
+    in_both_forms,
+    model_inputs,
+    with_reports,
+)
 from jaxformer.ops.losses import LossSums, cross_entropy
 
 
@@ -30,9 +38,7 @@ class ClassCrossEntropy:
     def evaluation(self) -> "ClassCrossEntropy":
         return replace(self, label_smoothing=0.0, augment=())
 
-    def example(self, model: Any, batch: Batch) -> Batch:
-        """What a report may draw: the model's inputs."""
-        return batch
+    example = batch_of_row
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:

@@ -14,7 +14,15 @@ from jaxtyping import Bool, Int
 from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.models import heads
-from jaxformer.objectives.objective import Batch, StepContext, in_both_forms, model_inputs, vocab_size, with_reports
+from jaxformer.objectives.objective import (
+    Batch,
+    StepContext,
+    batch_of_row,
+    in_both_forms,
+    model_inputs,
+    vocab_size,
+    with_reports,
+)
 from jaxformer.objectives.tokens import TokenCrossEntropy, head_cross_entropy
 from jaxformer.ops.losses import LossSums, cross_entropy
 
@@ -60,9 +68,7 @@ class MaskedTokens:
         if not 0 < self.rate < 1:
             raise ConfigError(f"objective.rate={self.rate}: must be in (0, 1)")
 
-    def example(self, model: Any, batch: Batch) -> Batch:
-        """What a report may draw: the model's inputs."""
-        return batch
+    example = batch_of_row
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
@@ -95,9 +101,7 @@ class NextSentence:
     masked: MaskedTokens  # which tokens are hidden
     head: str = "next_sentence"  # the name of a Classification head with two classes
 
-    def example(self, model: Any, batch: Batch) -> Batch:
-        """What a report may draw: the model's inputs."""
-        return batch
+    example = batch_of_row
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:

@@ -61,6 +61,11 @@ def in_both_forms(call: Callable[..., LossSums]) -> Callable[..., LossSums]:
     return either
 
 
+def batch_of_row(objective: Any, model: Any, batch: Batch) -> Batch:
+    """A method `example` of an objective whose batch is what the model reads: a report may draw that."""
+    return batch
+
+
 def model_inputs(batch: Batch) -> Batch:
     """The fields of a batch that are arguments of `models.apply`."""
     return {name: batch[name] for name in INPUTS if name in batch}

@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.objectives.objective import Batch, StepContext, in_both_forms, model_inputs, with_reports
+from jaxformer.objectives.objective import Batch, StepContext, batch_of_row, in_both_forms, model_inputs, with_reports
 from jaxformer.ops.losses import LossSums, cross_entropy
 
 
@@ -25,9 +25,7 @@ class SpanCrossEntropy:
     `exact_match`; `left_out` is their share. For questions without an answer let [CLS] be a part of the passage, and label it.
     """
 
-    def example(self, model: Any, batch: Batch) -> Batch:
-        """What a report may draw: the model's inputs."""
-        return batch
+    example = batch_of_row
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:

@@ -11,7 +11,15 @@ from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import FULL, prefix
 from jaxformer.models import heads
-from jaxformer.objectives.objective import Batch, StepContext, check_smoothing, in_both_forms, model_inputs, with_reports
+from jaxformer.objectives.objective import (
+    Batch,
+    StepContext,
+    batch_of_row,
+    check_smoothing,
+    in_both_forms,
+    model_inputs,
+    with_reports,
+)
 from jaxformer.ops.losses import LossSums, TokenSums, cross_entropy, projected_cross_entropy
 from jaxformer.ops.positions import within_segments
 
@@ -34,9 +42,7 @@ class TokenCrossEntropy:
     def evaluation(self) -> "TokenCrossEntropy":
         return replace(self, label_smoothing=0.0, z_loss=0.0)
 
-    def example(self, model: Any, batch: Batch) -> Batch:
-        """What a report may draw: the model's inputs."""
-        return batch
+    example = batch_of_row
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
@@ -70,9 +76,7 @@ class PrefixLanguageModel:
     def __post_init__(self):
         check_numbers("objective.", self, prefix=1)
 
-    def example(self, model: Any, batch: Batch) -> Batch:
-        """What a report may draw: the model's inputs."""
-        return batch
+    example = batch_of_row
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:

@@ -19,8 +19,8 @@ from jaxformer.config import Source, storage
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
-from jaxformer.parallel import pmap, processes
-from jaxformer.runs import checkpoint, compilation_cache, memory, replicas, reproduction
+from jaxformer.parallel import processes
+from jaxformer.runs import checkpoint, compilation_cache, memory, reproduction
 from jaxformer.runs.batches import batches_of, step_batches
 from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.checks import (
@@ -38,6 +38,7 @@ from jaxformer.runs.facts import facts
 from jaxformer.runs.goodput import Goodput
 from jaxformer.runs.metrics import UNRECORDED, Console, NonFinite, Record, Reporter, in_words, open_loggers
 from jaxformer.runs.own_answers import generator_of
+from jaxformer.runs.placement import place_step
 from jaxformer.runs.profile import TRACED, end_profile, place_of_profile
 from jaxformer.runs.references import Frozen, check_references, read_references, with_references
 from jaxformer.runs.run import check_data, evaluator, examples_scored, on_devices, sample_text, warn_of_order
@@ -46,7 +47,7 @@ from jaxformer.runs.signals import Interrupted, Signals
 from jaxformer.runs.start import first_params
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import Recipe, build, row_lengths, trained_weights
-from jaxformer.training.step import TrainState, abstract_state, first_state, make_train_step, state_shardings
+from jaxformer.training.step import TrainState, abstract_state, first_state, state_shardings
 
 log = logging.getLogger("jaxformer")
 
@@ -212,18 +213,8 @@ def prepare(
     draw = None if refresh is None else partial(BestEffort(refresh, share=0.05), folder)
     size = experiment.batch_size
     rows = processes.local_rows(mesh, size)
-    pmapped, check = experiment.mesh.backend == "pmap" and mesh is not None, lambda *_: None
-    step, put = jax.jit(make_train_step(recipe), donate_argnums=0), partial(on_devices, mesh, rows, size)
-    spread = gather = lambda state: state
-    if pmapped:
-        devices = mesh.devices.ravel().tolist()
-        step, put = pmap.step(make_train_step(recipe, pmap.AXIS), devices), partial(pmap.shard, devices=devices)
-        spread, gather, check = partial(pmap.replicate, devices=devices), pmap.unreplicate, replicas.check_pmapped
-    elif mesh is not None:
-        check = partial(replicas.check, mesh)
-        step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(state_shardings(recipe, mesh), None))
-    if frozen.params:
-        step = with_references(step, spread(frozen.params))
+    place = place_step(recipe, mesh, rows, size)
+    step = with_references(place.step, place.spread(frozen.params)) if frozen.params else place.step
     sample, profile = lambda trained: sample_text(experiment, recipe.weights(trained), dataset), None
     if experiment.profile and processes.is_first():
         profile = place_of_profile(folder)
@@ -238,28 +229,29 @@ def prepare(
     if frozen.digests:
         metadata["references"] = frozen.digests
     count = len(dataset.validation)
-    batches = step_batches(experiment, recipe, dataset, None if pmapped else mesh)
+    batches = step_batches(experiment, recipe, dataset, place.mesh)
 
     def batch_of_state(state: Any, step: int) -> Any:
-        return put(batches(step, gather(state).params))
+        return place.put(batches(step, place.gather(state).params))
 
     def explain(state: TrainState, step: int) -> None:
         reproduction.keep(folder, state, step, metadata)
-        batch = on_devices(None if pmapped else mesh, rows, size, batches(step, state.params))
+        batch = on_devices(place.mesh, rows, size, batches(step, state.params))
         bad = replace(state, step=jax.numpy.full_like(state.step, step))
         result = reproduction.explain(experiment, bad, batch, frozen.params)
         numbers = f"loss {result['loss']:g}, gradient norm {result['grad_norm']:g}"
         examples = batches.examples(step)
         replay = f"python -m jaxformer evaluate {shlex.quote(str(folder.path))} --replay"
-        place = f"kept in {folder.bad}; `{replay}` computes it again"
-        log.error("%s", "\n  ".join([f"step {step}: {numbers}", *result["found"], f"its examples: {examples}", place]))
+        kept = f"kept in {folder.bad}; `{replay}` computes it again"
+        log.error("%s", "\n  ".join([f"step {step}: {numbers}", *result["found"], f"its examples: {examples}", kept]))
 
     return Job(
         **{name: getattr(experiment, name) for name in ("name", "steps", "log_every", "eval_every", "max_skipped")},
         save_every=experiment.checkpoints.every, best=experiment.checkpoints.best,
         examples=(examples_scored(experiment, count, False), examples_scored(experiment, count, True), count),
-        put=put, step=step, spread=spread, gather=gather, parameters=parameters.count(recipe.parts.split(recipe.spec)[0]),
-        metadata=metadata, batches=batches, explain=BestEffort(explain), check=check,
+        put=place.put, step=step, spread=place.spread, gather=place.gather,
+        parameters=parameters.count(recipe.parts.split(recipe.spec)[0]),
+        metadata=metadata, batches=batches, explain=BestEffort(explain), check=place.check,
         evaluate=evaluate_on(mesh, experiment, evaluator(experiment, recipe, dataset, mesh, folder.path), frozen.params),
         sample=sample if can_sample(experiment, dataset) else None,
         profile=profile, work=work, refresh=draw or (lambda: None),

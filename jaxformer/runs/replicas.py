@@ -19,6 +19,10 @@ class Diverged(NonFinite):
     """Two devices have different numbers where both should have the same."""
 
 
+def has_no_copies(state: Any, step: int) -> None:
+    """The check of a run on one device, where nothing can differ."""
+
+
 def check(mesh: jax.sharding.Mesh, state: Any, step: int) -> None:
     """Raises Diverged, on all processes, where devices of the mesh hold copies of a leaf that differ in any bit."""
     leaves = leaves_on_devices(state)

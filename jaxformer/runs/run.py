@@ -399,9 +399,7 @@ def evaluator(
     def evaluate(
         trained: Any, final: bool = False, whole: bool = False, step: int = 0, references: Any = None
     ) -> dict[str, Any]:
-        def score(trained: Any, batch: dict[str, Any], number: Any):
-            return scores_of_batch(trained, batch, number, np.int32(step), references)
-
+        score = partial(scores_of_batch, step=np.int32(step), references=references)
         count = len(dataset.validation)
         examples = examples_scored(experiment, count, final or whole)
         scores: dict[str, Any] = mean_scores(score, trained, batches(examples, experiment.batch_size))

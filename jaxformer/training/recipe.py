@@ -1,7 +1,6 @@
 """An experiment taken apart, once: the pure functions and values that a training step needs."""
 
 import functools
-import inspect
 import logging
 import math
 import re
@@ -16,6 +15,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import models, params, sharding
+from jaxformer.config import code
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, Patches
 from jaxformer.models.stacks.pipeline import Pipeline
@@ -112,7 +112,7 @@ def with_context(objective: Callable) -> Callable:
     One with five positional parameters, none of them called `context`, is called as (model, params, batch, key, dtype):
     objectives had that form before.
     """
-    names = positional_names(objective)
+    names = code.positional_names(objective)
     if len(names) != 5 or "context" in names:
         return objective
     warn_of_five(getattr(objective, "__qualname__", type(objective).__qualname__))
@@ -121,15 +121,6 @@ def with_context(objective: Callable) -> Callable:
         return objective(model, params, batch, context.key, context.dtype)
 
     return call
-
-
-def positional_names(function: Callable) -> list[str]:
-    """The names of a function's positional parameters; none where it does not tell."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
 @functools.cache  # once for each name

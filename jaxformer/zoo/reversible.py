@@ -11,7 +11,6 @@ from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.errors import ConfigError
-from jaxformer.models.blocks import pre_norm
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, LayerOutput, Layers
 from jaxformer.models.norm import norm
@@ -37,7 +36,7 @@ class Reversible:
             raise ConfigError(f"Reversible.streams={self.streams}: expected 1, their mean, or 2, both side by side")
 
     def __call__(self, config: ModelConfig, layers: Layers, x, context: Context):
-        if config.block not in (None, pre_norm):
+        if config.block is not None:  # it is pre_norm
             raise ConfigError(f"model.block={getattr(config.block, '__name__', config.block)}: reversible layers are pre-norm")
         kinds = layout.kinds(config)
         unsupported = layers.state is not None or context.tap

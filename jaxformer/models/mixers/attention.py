@@ -116,11 +116,16 @@ def project(params: Tree, x: Float[Array, "B T D"]) -> Heads:
 
 
 def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
-    """The options of `ops.attention` for self-attention, but for the bias."""
+    """The options of `ops.attention` for self-attention, but for the bias.
+
+    Who asks for the weights asks for the reference, which alone has them: a run that was trained with another kernel can be
+    looked into.
+    """
+    weights = context.tap.asks("weights")
     return dict(
         mask=context.mask, scale=config.score_scale, softcap=config.attention_softcap,
         dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key,
-        return_weights=context.tap.asks("weights"), implementation=config.attention_implementation,
+        return_weights=weights, implementation="reference" if weights else config.attention_implementation,
     )  # fmt: skip
 
 

@@ -88,11 +88,6 @@ def _traits(spec: Tree) -> dict[str, tuple]:
     return {path: tuple(getattr(leaf, name) for name in names) for path, leaf in paths(spec).items()}
 
 
-def alike(config: ModelConfig, source_width: int | None = None) -> bool:
-    """Whether the parameters of all layers are alike, so that they are one tree."""
-    return segments(config, source_width)[0].places == (ALL,)
-
-
 def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """The parameters of all layers."""
     layers = kinds(config, source_width)
@@ -111,10 +106,10 @@ def _without_empty(tree: Tree) -> Tree:
     return unflatten_dict(paths(tree), sep="/")
 
 
-def shared_spec(config: ModelConfig) -> Tree:
+def shared_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """The parameters that layers have in common. ConfigError where two parts of layers mean different ones by a path."""
     found: dict[str, Spec] = {}
-    for tree in itertools.chain.from_iterable(kind.shared for kind in kinds(config)):
+    for tree in itertools.chain.from_iterable(kind.shared for kind in kinds(config, source_width)):
         for path, leaf in paths(tree).items():
             first = found.setdefault(path, leaf)
             if (leaf.shape, leaf.axes) != (first.shape, first.axes):

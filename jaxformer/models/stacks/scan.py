@@ -35,6 +35,13 @@ class Row(NamedTuple):
     source_heads: Tree = None
 
 
+class Flow(NamedTuple):
+    """What a layer hands to the next one."""
+
+    x: Any  # the residual stream, [B, T, ...]
+    carry: Tree  # a value of its mixer
+
+
 class StackCall(NamedTuple):
     """One call of a stack: what its layers are, and what they read."""
 
@@ -69,15 +76,15 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
     kinds = layout.kinds(config, source_width)
     constants = [_constants(kind, layers, x.shape[1]) for kind in kinds]
     call = StackCall(config, layers, context, pick, kinds, constants)
-    passed = x, first_carry(config, kinds, x)
+    flow = Flow(x, first_carry(config, kinds, x))
     if isinstance(layers.params, tuple) or layers.state is not None:
-        passed, output = run_one_by_one(call, passed)
-        return passed[0], output
+        flow, output = run_one_by_one(call, flow)
+        return flow.x, output
     outputs = []
     for segment in layout.segments(config, source_width):
-        passed, output = run_segment(call, segment, passed)
+        flow, output = run_segment(call, segment, flow)
         outputs.append(output)
-    return passed[0], joined(outputs, jnp.concatenate)
+    return flow.x, joined(outputs, jnp.concatenate)
 
 
 def first_carry(config: ModelConfig, kinds: Sequence[Kind], x) -> Tree:
@@ -94,7 +101,7 @@ def _constants(kind: Kind, layers: Layers, length: int) -> Tree:
     return drawn if drawn is None or layers.constants is None else layers.constants
 
 
-def run_one_by_one(call: StackCall, passed):
+def run_one_by_one(call: StackCall, flow):
     """Decoding: each layer has weights and a state of its own, which no loop has to cut out of a stack."""
     config, layers, source = call.config, call.layers, call.context.source
     heads = None if source is None else source.heads
@@ -102,16 +109,16 @@ def run_one_by_one(call: StackCall, passed):
     outputs = []
     for i, params in enumerate(layout.unstacked(config, layers.params)):
         row = Row(i, params, states[i], call.drawn(i), None if heads is None else heads[i])
-        passed, output = run_layer(call, call.kind(i), call.context_of(i), passed, row)
+        flow, output = run_layer(call, call.kind(i), call.context_of(i), flow, row)
         outputs.append(output)
     stacked = joined([output._replace(state=None) for output in outputs], stack_leaves)
     states = tuple(output.state for output in outputs)
-    return passed, stacked if states[0] is None else stacked._replace(state=states)
+    return flow, stacked if states[0] is None else stacked._replace(state=states)
 
 
-def run_segment(call: StackCall, segment: Segment, passed):
+def run_segment(call: StackCall, segment: Segment, flow):
     """The layers of a segment: whole periods of its pattern under a scan, the rest one after another."""
-    config, dtype = call.config, passed[0].dtype
+    config, dtype = call.config, flow.x.dtype
     period = layout.period(config, segment)
     together = layers_a_step(config, dtype)
     scanned = 0 if together >= config.num_layers else segment.count - segment.count % period
@@ -120,40 +127,39 @@ def run_segment(call: StackCall, segment: Segment, passed):
         functions = [partial(run_row_of_period, call, segment, period, k) for k in range(period)]
         step = partial(run_period, [remat(config, function, dtype) for function in functions], segment)
         rows = rows_of_periods(call, segment, period, scanned)
-        passed, output = jax.lax.scan(step, passed, rows, unroll=max(1, together // period))
+        flow, output = jax.lax.scan(step, flow, rows, unroll=max(1, together // period))
         outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output))
     if scanned < segment.count:
         each = [remat(config, partial(run_row, call, segment, k), dtype) for k in range(scanned, segment.count)]
-        passed, output = run_in_turn(each, passed, rows_behind(call, segment, scanned))
+        flow, output = run_in_turn(each, flow, rows_behind(call, segment, scanned))
         outputs.append(output)
-    return passed, joined(outputs, jnp.concatenate)
+    return flow, joined(outputs, jnp.concatenate)
 
 
-def run_layer(call: StackCall, kind: Kind, context: Context, passed, row: Row):
-    """One layer: ((x, carry), Row) -> ((x, carry), LayerOutput)."""
-    x, carry = passed
+def run_layer(call: StackCall, kind: Kind, context: Context, flow, row: Row):
+    """One layer: (Flow, Row) -> (Flow, LayerOutput)."""
     params, constants = row.params, row.constants
     if call.pick is not None:
         params, constants = call.pick((params, constants))
     key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
     source = None if context.source is None else replace(context.source, heads=row.source_heads)
     context = replace(
-        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, carry=carry, source=source,
+        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, carry=flow.carry, source=source,
         tap=context.tap.in_layer(row.layer),
     )  # fmt: skip
-    output = sublayers.run(call.config, kind, params, x, context)
-    return (output.hidden, output.carry), output._replace(hidden=None, carry=None)
+    output = sublayers.run(call.config, kind, params, flow.x, context)
+    return Flow(output.hidden, output.carry), output._replace(hidden=None, carry=None)
 
 
-def run_row(call: StackCall, segment: Segment, k: int, passed, row: Row):
+def run_row(call: StackCall, segment: Segment, k: int, flow, row: Row):
     """The k-th layer of a segment, on its row."""
     i = segment.first + k
-    passed, output = run_layer(call, call.kind(i), call.context_of(i), passed, row)
+    flow, output = run_layer(call, call.kind(i), call.context_of(i), flow, row)
     place, _ = segment.row(k)
-    return passed, output._replace(updates=layout.placed(output.updates, place))
+    return flow, output._replace(updates=layout.placed(output.updates, place))
 
 
-def run_row_of_period(call: StackCall, segment: Segment, period: int, k: int, passed, row: Row):
+def run_row_of_period(call: StackCall, segment: Segment, period: int, k: int, flow, row: Row):
     """The k-th layer of a period, on its row of those that its place has in the period.
 
     The row is taken within what is recomputed: the loop then keeps no copy of the weights for the backward pass.
@@ -161,14 +167,14 @@ def run_row_of_period(call: StackCall, segment: Segment, period: int, k: int, pa
     n = len(segment.places)
     if period > n:
         row = row._replace(params=unstack(row.params, period // n)[k // n])
-    return run_row(call, segment, k, passed, row)
+    return run_row(call, segment, k, flow, row)
 
 
-def run_period(functions: Sequence[Callable], segment: Segment, passed, rows: tuple[list[Tree], list[Row]]):
+def run_period(functions: Sequence[Callable], segment: Segment, flow, rows: tuple[list[Tree], list[Row]]):
     """One step of the scan: the layers of a period."""
     params, own = rows
     n = len(segment.places)
-    return run_in_turn(functions, passed, [row._replace(params=params[k % n]) for k, row in enumerate(own)])
+    return run_in_turn(functions, flow, [row._replace(params=params[k % n]) for k, row in enumerate(own)])
 
 
 def rows_of_periods(call: StackCall, segment: Segment, period: int, scanned: int) -> tuple[list[Tree], list[Row]]:
@@ -230,13 +236,13 @@ def rows_behind(call: StackCall, segment: Segment, scanned: int) -> list[Row]:
     return rows
 
 
-def run_in_turn(functions: Sequence[Callable], passed, rows: Sequence[Row]):
+def run_in_turn(functions: Sequence[Callable], flow, rows: Sequence[Row]):
     """Layers one after another, each on its row, and their outputs stacked."""
     outputs = []
     for function, row in zip(functions, rows, strict=True):
-        passed, output = function(passed, row)
+        flow, output = function(flow, row)
         outputs.append(output)
-    return passed, joined(outputs, stack_leaves)
+    return flow, joined(outputs, stack_leaves)
 
 
 def stack_leaves(leaves: Sequence[jax.Array]) -> jax.Array:
