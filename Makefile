@@ -22,7 +22,7 @@ $(foreach name,$(GIVEN),$(if $(value $(name)),$(eval override $(name) := $$(valu
 quote = '$(subst ','\'',$(1))'
 
 .DEFAULT_GOAL := help
-.PHONY: help train tokens sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench python clean
+.PHONY: help train tokens sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench check-gpu wheels-gpu python clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -134,6 +134,15 @@ format: $(VENV)/ready-dev  ## rewrite to the style
 
 bench: $(VENV)/ready     ## our speed beside a named peer's: WHAT=train (installs a CPU build of torch into .venv-bench)
 	@BENCH_PYTHON=$(call quote,$(OLDEST_PYTHON)) $(BIN)/python -m experiments.bench.$(WHAT) $(ARGS)
+
+check-gpu: $(VENV)/ready-dev  ## what one NVIDIA GPU shows, in eight minutes: tests, speed and memory beside torch; results in runs/check-gpu.jsonl
+	@$(BIN)/python -m experiments.bench.gpu $(ARGS)
+
+WHEELS := grain array_record portpicker beartype flax orbax-checkpoint tensorstore optax chex etils jaxtyping safetensors
+wheels-gpu: $(VENV)/made  ## packages that check-gpu needs beside CUDA, jax, torch and pytest, for Python 3.12 without a network: dist/wheels/
+	@$(BIN)/pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $(foreach n,17 27 28,--platform manylinux_2_$(n)_x86_64) \
+	  --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d dist/wheels $(WHEELS)
+	@du -sh dist/wheels
 
 python:          ## the Python that environments are made with; OLDEST=1: that of .venv-oldest
 	@$(call quote,$(PYTHON)) --version

@@ -212,9 +212,15 @@ def alike(*arrays: Array) -> list[Array]:
 
 
 def platform() -> str:
-    """The platform of the mesh, which may be absent from this machine, or of this process: "cpu", "gpu", "tpu"."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
+    """Where a program will run: "cpu", "gpu", "tpu".
+
+    It is the platform of the mesh, which may be absent from this machine; else that of `jax.default_device`; else that of
+    this process.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
 
 
 def is_one_cpu() -> bool:

@@ -23,9 +23,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # most of a test's time is compilation of a program that runs once: LLVM need not polish it (HLO passes all run), and
 # the emitter of loops that XLA had before the present one takes a third of its time
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
-    wanted = ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
+    on_cpu = os.environ["JAX_PLATFORMS"] == "cpu"  # a GPU has its programs as a run has them
+    wanted = ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"] if on_cpu else []
     flags = wanted if known(" ".join(wanted)) else [flag for flag in wanted if known(flag)]
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
     # where compiled programs persist, and which runs are trusted: nothing of an earlier session or of whoever runs the tests
     for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
         os.environ[variable] = tempfile.mkdtemp(prefix="jaxformer-tests-")

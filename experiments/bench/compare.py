@@ -119,6 +119,14 @@ def chip_peak() -> dict[str, float]:
     return dict(peak=CHIPS[kind].peak) if kind in CHIPS else {}
 
 
+def peak_memory() -> dict[str, float]:
+    """{"peak_bytes": most that this process held on its device so far}, where the device counts them."""
+    import jax
+
+    statistics_of_device = jax.devices()[0].memory_stats() or {}
+    return {name: value for name, value in {"peak_bytes": statistics_of_device.get("peak_bytes_in_use")}.items() if value}
+
+
 def alternate(runs: dict[tuple[str, str], list[str]], rounds: int) -> dict[tuple[str, str], list[dict]]:
     """{(who, precision): what each of its runs printed}, of commands that take turns. A run that fails is left out, aloud."""
     found: dict[tuple[str, str], list[dict]] = {run: [] for run in runs}

@@ -249,6 +249,7 @@ def main() -> None:
     line = dict(loss=float(first)) if work in ("train", "gpt2", "model-train") else {}
     count = find(shape)[0].steps if work in ("train", "gpt2") else 5
     line |= measure(call, wait, count)
+    line |= {"peak_bytes": torch.cuda.max_memory_allocated()} if DEVICE == "cuda" else {}
     del call  # and its arrays, before the ceiling is measured
     print(json.dumps(line | dict(ceiling=ceiling(precision))))
 

@@ -80,6 +80,7 @@ def token_batch(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
 def one(shape: str, precision: str) -> dict[str, float]:
     step, _ = case(shape, precision)
     line = dict(loss=float(step())) | compare.measure(step, float, find(shape)[0].steps)
+    line |= compare.peak_memory()
     del step  # and its arrays, before the ceiling is measured
     return line | compare.chip_peak() | dict(ceiling=compare.ceiling(precision))
 

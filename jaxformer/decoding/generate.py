@@ -24,7 +24,7 @@ from jaxformer.decoding.steps import decode_step, prefill, prepare
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
 from jaxformer.ops.positions import rotation_until
-from jaxformer.sharding import is_explicit, is_split, mesh_axes, on_host, with_logical_constraint, with_sharding
+from jaxformer.sharding import is_explicit, is_split, mesh_axes, on_host, platform, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
 SLOTS = 128  # the room of a cache is a multiple of these
@@ -199,7 +199,7 @@ def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_d
     source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
     room = bucket(sum(_longest(prompts, 0 if max_tokens is None else max_tokens)), models.last_stack(config))
     if cache_dtype is None:  # to write one token, XLA:CPU makes a cache of 16 bits one of 32, and back
-        cache_dtype = jnp.promote_types(dtype, jnp.float32) if jax.default_backend() == "cpu" else dtype
+        cache_dtype = jnp.promote_types(dtype, jnp.float32) if platform() == "cpu" else dtype
     return Model(config, prepare(config, params, dtype), dtype, room, source_room, jnp.dtype(cache_dtype), ahead)
 
 

@@ -225,7 +225,9 @@ def _compare(
     if (reason := _refusal(kernel, arrays, call)) is not None:
         return Result(case, reason, {})
     B, T, N, _ = arrays["query"].shape
-    d_out = _normal(rng, B, T, N, arrays["value"].shape[-1]).astype(dtype)
+    Hv = arrays["value"].shape[-1]
+    # so that d_out · out is of order 2 for heads of any width: the gradient of a score is a difference of such sums
+    d_out = (_normal(rng, B, T, N, Hv) * (2 * Hv**-0.5)).astype(dtype)
 
     def exact(query, key, value, call):
         return reference(query, key, value, call)[0]

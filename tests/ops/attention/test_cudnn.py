@@ -137,6 +137,20 @@ def test_refusals_look_at_shapes_alone():
     traced(*arrays(6, 6, dtype=jnp.bfloat16)[:3], jnp.arange(3), 0)
 
 
+@pytest.mark.parametrize("flag", ["--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops"])
+def test_equal_calls_of_a_deterministic_program_are_told_apart(flag, monkeypatch):
+    """By the last bits of a scale, which the kernel does not read."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert not cudnn.is_deterministic()
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=here {flag}")
+    assert cudnn.is_deterministic()
+    for scale in (0.125, 64**-0.5, 80**-0.5, 1.0):
+        told = [cudnn.told_apart(scale) for _ in range(40)]
+        assert len(set(told)) == 40 and {np.float32(one) for one in told} == {np.float32(scale)}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+    assert not cudnn.is_deterministic()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mask", "T", "S", "keywords"), PLANNED, ids=named)
 def test_on_a_gpu(mask, T, S, keywords):

@@ -1,0 +1,234 @@
+"""What one NVIDIA GPU shows of this library, in one call of at most eight minutes; results are JSON lines.
+
+Parts, in order of worth: `tests` (those marked `gpu`: kernels, models and decoding against the reference and the CPU, a killed
+run), `train` (GPT-2 small at 1,024 tokens beside torch.compile with SDPA and fused AdamW: milliseconds, MFU, peak memory; with
+and without deterministic kernels), `large` (the same with 1.3 billion parameters), `decode` (GPT-2 small, 1 and 64 rows, beside
+transformers with a static cache), `plan` (what the plan says of these steps, beside what was measured).
+For a bare machine: Python 3.12, jax 0.11 or later with CUDA, torch and transformers beside it, no network. What else is needed
+`make wheels-gpu` collects. Without a GPU, `--small` runs all of it at sizes for a CPU.
+Command: make check-gpu                       (results: runs/check-gpu.jsonl)
+         make check-gpu ARGS="--parts train decode --seconds 300"
+         python3 -m experiments.bench.gpu     (with the interpreter of such a machine, in a checkout)
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.bench import compare
+from experiments.bench.shapes import find
+
+DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
+LIMITS = {"facts": 40, "tests": 170, "train": 150, "large": 170, "decode": 150, "plan": 60}  # seconds of each part
+NEW = 64  # tokens that a decoding adds
+
+
+class Sizes(NamedTuple):
+    """What the parts run."""
+
+    train: str  # a shape of `shapes`
+    large: str
+    precision: str
+    rows: tuple[int, ...]  # of decoding
+    workers: int  # of the tests
+
+
+GPU = Sizes("124m-1024", "1.3b-1024", "bfloat16", (1, 64), 12)
+SMALL = Sizes("small", "quickstart", "float32", (1,), 2)
+
+
+class Check:
+    """A call: where its results go, and how long it may still take."""
+
+    def __init__(self, out: Path, seconds: float, sizes: Sizes):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self.file, self.sizes = out.open("w", encoding="utf-8"), sizes
+        self.began, self.end = time.monotonic(), time.monotonic() + seconds
+        self.part, self.part_end = "", self.end
+
+    def begin(self, part: str) -> None:
+        self.part, self.part_end = part, min(self.end, time.monotonic() + LIMITS[part])
+
+    def left(self) -> float:
+        """Seconds of the part."""
+        return self.part_end - time.monotonic()
+
+    def write(self, **fields: Any) -> None:
+        line = json.dumps(dict(part=self.part, at=round(time.monotonic() - self.began, 1)) | fields)
+        self.file.write(line + "\n")
+        self.file.flush()
+        print(line, flush=True)
+
+    def lines(self, command: list[str], **variables: str) -> Iterator[str]:
+        """What a command prints, line by line. It ends, with all that it started, where the part's time is over."""
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"} | variables
+        process = subprocess.Popen(
+            ["timeout", "--signal=KILL", f"{max(1.0, self.left()):.0f}", *command],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout
+        last = []
+        try:
+            for line in process.stdout:
+                last = [*last[-11:], line.rstrip()]
+                yield line.rstrip()
+            if process.wait():
+                self.write(failed=process.returncode, command=" ".join(command[-8:]), last=last)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def result(self, who: str, command: list[str], **variables: str) -> dict[str, Any] | None:
+        """The line of JSON that a command prints last; written too."""
+        found = None
+        for line in self.lines(command, **variables):
+            if line.startswith("{"):
+                found = json.loads(line)
+        if found is not None:
+            self.write(who=who, **found)
+        return found
+
+
+def facts(check: Check) -> None:
+    """The device and the versions."""
+    check.result("machine", [sys.executable, "-m", "experiments.bench.gpu", "--one", "facts"])
+
+
+def tests(check: Check) -> None:
+    """Every test marked `gpu`: how many passed, and the names of those that did not."""
+    counts: dict[str, int] = {}
+    platforms = "cuda,cpu" if compare.platform() == "gpu" else "cpu"
+    options = ["-p", "no:benchmark", "-v", "--tb=short", "-m", "gpu", "-n", str(check.sizes.workers), "--maxschedchunk=1"]
+    # those that take long come first
+    files = [f"tests/gpu/{name}.py" for name in ("test_runs", "test_models", "test_kernels")]
+    command = [sys.executable, "-m", "pytest", *options, *files, "tests/ops/attention/test_cudnn.py"]
+    log = Path(check.file.name).with_suffix(".log").open("w", encoding="utf-8")
+    for line in check.lines(command, JAX_PLATFORMS=platforms):
+        log.write(line + "\n")
+        log.flush()
+        if match := re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED) (tests/\S.*)", line):
+            counts[match[1]] = counts.get(match[1], 0) + 1
+            if match[1] in ("FAILED", "ERROR") and line.startswith("["):
+                check.write(failed=match[2])
+    check.write(**counts)
+
+
+def ours(shape: str, precision: str) -> list[str]:
+    return [sys.executable, "-m", "experiments.bench.train", "--one", shape, precision]
+
+
+def step(check: Check, shape: str) -> None:
+    """A training step of ours and of torch's, and their ratio."""
+    from jaxformer.models.cost import training_flops
+
+    precision, size = check.sizes.precision, find(shape)[0]
+    found = {
+        "ours": check.result("ours", ours(shape, precision)),
+        "torch compiled": check.result("torch compiled", compare.run_of_peer("train", shape, "compiled", precision)),
+    }
+    if check.part == "train":
+        found["ours, deterministic"] = check.result("ours, deterministic", ours(shape, precision), XLA_FLAGS=DETERMINISTIC)
+    from experiments.bench.train import experiment_of
+
+    flops = size.rows * size.context * training_flops(experiment_of(shape, "float32").model, size.context)
+    peak = (found["ours"] or {}).get("peak")
+    for who, line in found.items():
+        if line and found["torch compiled"]:
+            share = {"mfu": round(1e3 * flops / line["ms"] / peak, 3)} if peak else {}
+            check.write(shape=shape, who=who, ms=line["ms"], torch_by_this=found["torch compiled"]["ms"] / line["ms"], **share)
+
+
+def train(check: Check) -> None:
+    """GPT-2 small."""
+    step(check, check.sizes.train)
+
+
+def large(check: Check) -> None:
+    """1.3 billion parameters."""
+    step(check, check.sizes.large)
+
+
+def decode(check: Check) -> None:
+    """Tokens a second of GPT-2 small beside transformers with a static cache."""
+    module, precision = ["-m", "experiments.bench.decode", "--one"], check.sizes.precision
+    peer = compare.torch_python("transformers>=5.23")
+    for rows in check.sizes.rows:
+        rates = {}
+        for who, command in {
+            "ours": [sys.executable, *module, "ours", "gpt2", precision, str(rows), "32"],
+            "transformers": [peer, *module, "theirs", "gpt2", f"{precision} static", str(rows), "32"],
+        }.items():
+            seconds = [float(line) for line in check.lines(command) if re.fullmatch(r"[\d.]+(e-?\d+)?", line)]
+            if seconds:
+                rates[who] = rows * NEW / seconds[-1]
+        ratio = {"ratio": rates["ours"] / rates["transformers"]} if len(rates) == 2 else {}
+        check.write(rows=rows, tokens_per_second=rates, **ratio)
+
+
+def plan(check: Check) -> None:
+    """What the plan says of the step of `train`: the compiler's memory and the roofline's time, for this device."""
+    check.result("plan", [sys.executable, "-m", "experiments.bench.gpu", "--one", "plan", check.sizes.train])
+
+
+PARTS = {part.__name__: part for part in (facts, tests, train, large, decode, plan)}
+
+
+def one(what: str, *arguments: str) -> dict[str, Any]:
+    """What a process of its own finds."""
+    import importlib.metadata
+
+    import jax
+
+    if what == "facts":
+        names = "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "transformers", "flax", "orbax-checkpoint"
+        versions = {}
+        for name in names:
+            try:
+                versions[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                versions[name] = None
+        return dict(devices=[device.device_kind for device in jax.devices()], cores=os.cpu_count(), versions=versions)
+    from dataclasses import replace
+
+    from experiments.bench.train import experiment_of
+    from jaxformer.data.sources import Stdlib
+    from jaxformer.models.cost import CHIPS
+    from jaxformer.tools.planning.plan import plan
+
+    if jax.devices()[0].device_kind not in CHIPS:
+        return dict(skipped="no data sheet of this device")
+    found = plan(replace(experiment_of(arguments[0], "bfloat16"), data=Stdlib()), "here", jax.devices()[:1])
+    return dict(step_seconds=found.step_seconds, peak_bytes=found.peak_bytes, seconds=found.seconds, moved=found.moved_bytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=480.0, help="of all parts together")
+    parser.add_argument("--out", type=Path, default=Path("runs/check-gpu.jsonl"))
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(*options.one)))
+        return
+    check = Check(options.out, options.seconds, SMALL if options.small else GPU)
+    for part in options.parts:
+        check.begin(part)
+        if check.left() < 5:
+            check.write(skipped="no time is left")
+            continue
+        PARTS[part](check)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Each kernel that a GPU has, against the reference in float32: values and gradients, as `check_kernel` compares them.
+
+`make check-gpu` runs this folder. Without a GPU the same tests run on the CPU, with shorter rows and without cuDNN.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxformer.ops.attention import CUDNN, QUERY_BLOCKED, REFERENCE, attention
+from jaxformer.ops.attention.kernel import Kernel
+from jaxformer.ops.attention.ring import BLOCKWISE
+from jaxformer.tools.kernel_check import CASES, Case, check_kernel
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = jax.default_backend() == "gpu"
+LONG = 4160 if ON_GPU else 260
+GROUPS = 4  # of cases, so that workers share them
+CALLS = [  # kernel, dtype, head width
+    ("reference", "bfloat16", 64), ("query_blocked", "bfloat16", 64), ("query_blocked", "float32", 64),
+    ("blockwise", "bfloat16", 64), ("blockwise", "float32", 128), ("cudnn", "bfloat16", 64), ("cudnn", "bfloat16", 128),
+    ("fastest", "bfloat16", 128), ("fastest", "float32", 64),
+]  # fmt: skip
+
+
+def fastest(query, key, value, call):
+    """What `attention` takes where nobody names a kernel."""
+    options = {name: getattr(call, name) for name in ("mask", "bias", "scale", "softcap", "sinks")}
+    return attention(query, key, value, **options)
+
+
+FASTEST = Kernel("fastest", fastest, lambda query, key, value, call: dropped(call))
+KERNELS = {
+    "reference": REFERENCE, "query_blocked": QUERY_BLOCKED, "blockwise": BLOCKWISE, "cudnn": CUDNN, "fastest": FASTEST,
+}  # fmt: skip
+LONG_CASES = (
+    Case("causal", T=LONG, S=LONG), Case("causal segments", T=LONG, S=LONG), Case("causal window", T=LONG, S=LONG),
+    Case("full", T=LONG, S=LONG - 1), Case("causal", T=1, S=LONG), Case("lengths", T=LONG, S=LONG, heads=(4, 4)),
+)  # fmt: skip
+
+
+def dropped(call):
+    return None if call.dropout_seed is None else "dropout by a seed"
+
+
+def kernel_of(name, dtype):
+    if name == "cudnn" and not ON_GPU:
+        pytest.skip("cuDNN needs a GPU")
+    if name == "cudnn" and dtype == "float32":
+        pytest.skip("cuDNN computes in 16 bits")
+    return KERNELS[name]
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize(("name", "dtype", "width"), CALLS)
+def test_it_is_the_reference(name, dtype, width, group):
+    kernel = kernel_of(name, dtype)
+    check_kernel(kernel, cases=CASES[group::GROUPS], draws=2, seed=group, dtype=jnp.dtype(dtype), head_width=width)
+
+
+@pytest.mark.parametrize("group", range(2))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["blockwise", "cudnn", "fastest"])
+def test_it_is_the_reference_over_long_rows(name, dtype, group):
+    kernel = kernel_of(name, dtype)
+    check_kernel(kernel, cases=LONG_CASES[group::2], draws=0, dtype=jnp.dtype(dtype), head_width=64)
