@@ -74,11 +74,11 @@ def ours(model: str, mode: str, rows: int, length: int):
         params = decoding.quantize(config, params)
     params = jax.block_until_ready(decoding.prepare(config, params, dtype))
     texts = prompts(model, rows, length)
-    how: dict[str, Any] = dict(how=decoding.Sampling(temperature=0.0), dtype=dtype)
+    greedy = decoding.Sampling(temperature=0.0)
     if model == "t5":
         beams = decoding.Beams(T5_BEAMS)
-        return lambda: decoding.search(config, params, [[0]] * rows, NEW, sources=texts, how=beams, dtype=dtype)
-    return lambda: decoding.generate(config, params, texts, NEW, **how)
+        return lambda: decoding.search(config, params, [[0]] * rows, NEW, sources=texts, beams=beams, dtype=dtype)
+    return lambda: decoding.generate(config, params, texts, NEW, sampling=greedy, rows=rows, dtype=dtype)
 
 
 def llama() -> Any:
@@ -146,9 +146,9 @@ def compare_with_ourselves(rounds: int) -> None:
     forward = jax.jit(lambda params, tokens: models.apply(config, params, tokens).logits)
     greedy = decoding.Sampling(temperature=0.0)
     calls = {
-        "greedy": lambda: decoding.generate(config, prepared, [short], NEW, how=greedy),
-        "4 beams": lambda: decoding.search(config, prepared, [short], NEW, how=decoding.Beams(4)),
-        "first token": lambda: next(decoding.stream(config, prepared, long, NEW, how=greedy)),
+        "greedy": lambda: decoding.generate(config, prepared, [short], NEW, sampling=greedy),
+        "4 beams": lambda: decoding.search(config, prepared, [short], NEW, beams=decoding.Beams(4)),
+        "first token": lambda: next(decoding.stream(config, prepared, long, NEW, sampling=greedy)),
         "forward": lambda: jax.block_until_ready(forward(params, tokens)),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}

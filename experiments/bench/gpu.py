@@ -195,7 +195,7 @@ def one(what: str, *arguments: str) -> dict[str, Any]:
             try:
                 versions[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
-                versions[name] = None
+                versions[name] = "none"
         return dict(devices=[device.device_kind for device in jax.devices()], cores=os.cpu_count(), versions=versions)
     from dataclasses import replace
 

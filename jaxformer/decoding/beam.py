@@ -155,7 +155,7 @@ class Search:
 
 
 def beam_search(
-    advance: Advance, logits: Float[Array, "B V"], cache: Any, history: History, max_tokens: Any, how: Beams,
+    advance: Advance, logits: Float[Array, "B V"], cache: Any, history: History, max_tokens: Any, beams: Beams,
     stop_tokens: Int[Array, " n"], filters: Sequence[Filter] = (),
 ) -> BeamOutput:  # fmt: skip
     """The `n_best` likeliest continuations of each row that beam search finds; scores as `Beams` says. To be called under jit.
@@ -166,16 +166,16 @@ def beam_search(
     filters leave no token. Two texts that differ in their stop token alone are one text, the likelier of them.
     Filters change log-probabilities, in this order; what they add counts in the score.
     """
-    (B, S), G, M = history.tokens.shape, how.groups, how.beams // how.groups
-    repeat = partial(jax.tree.map, lambda x: jnp.repeat(x, how.beams, axis=0))
+    (B, S), G, M = history.tokens.shape, beams.groups, beams.beams // beams.groups
+    repeat = partial(jax.tree.map, lambda x: jnp.repeat(x, beams.beams, axis=0))
     total = jnp.full((B, G, M), -jnp.inf)
     texts = repeat(history)
     finished = Finished(texts.tokens.reshape(B, G, M, S), texts.length.reshape(B, G, M), total, total)
     total = total.at[:, :, 0].set(0.0)  # M copies of a prompt would become M copies of each text
-    row = jnp.arange(B * how.beams, dtype=jnp.int32)
+    row = jnp.arange(B * beams.beams, dtype=jnp.int32)
     start = Search(total, texts, finished, jnp.ones((B, G), bool), row, repeat(cache))
     limit = jnp.minimum(max_tokens, S - history.prompt)[:, None, None]
-    choose = partial(_choose, how=how, limit=limit, stop_tokens=stop_tokens, filters=filters)
+    choose = partial(_choose, beams=beams, limit=limit, stop_tokens=stop_tokens, filters=filters)
 
     def step(search: Search) -> Search:
         cache = jax.tree.map(lambda x: jnp.take(x, search.row, axis=0, mode="clip"), search.cache)
@@ -184,12 +184,12 @@ def beam_search(
         return choose(replace(search, cache=cache), logits)
 
     found = lax.while_loop(lambda search: search.active.any(), step, choose(start, repeat(logits))).finished
-    flat = jax.tree.map(lambda x: x.reshape(B, how.beams, *x.shape[3:]), found)
+    flat = jax.tree.map(lambda x: x.reshape(B, beams.beams, *x.shape[3:]), found)
     if G > 1:
-        flat = _without_copies(flat.best(how.beams), stop_tokens)
-    best = flat.best(how.n_best)
+        flat = _without_copies(flat.best(beams.beams), stop_tokens)
+    best = flat.best(beams.n_best)
     n = jnp.maximum(best.length - history.prompt[:, None], 1).astype(jnp.float32)
-    score = jnp.where(best.total == -jnp.inf, -jnp.inf, how.score(best.total, n))
+    score = jnp.where(best.total == -jnp.inf, -jnp.inf, beams.score(best.total, n))
     return BeamOutput(best.tokens, best.length, best.total, score)
 
 
@@ -212,7 +212,7 @@ def _take(x: Array, index: Array) -> Array:
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - index.ndim)), axis=index.ndim - 1)
 
 
-def _choose(search: Search, logits, how: Beams, limit, stop_tokens, filters) -> Search:
+def _choose(search: Search, logits, beams: Beams, limit, stop_tokens, filters) -> Search:
     """One token more in each open text; texts that end with it go to the finished ones."""
     (B, G, M), V = search.total.shape, logits.shape[-1]
     scores = jax.nn.log_softmax(logits.astype(jnp.float32))
@@ -221,7 +221,7 @@ def _choose(search: Search, logits, how: Beams, limit, stop_tokens, filters) -> 
     live = search.active[..., None] & (search.total > -jnp.inf)  # logits of other rows may be NaN: their cache may be full
     stuck = live & (scores.max(axis=-1).reshape(B, G, M) == -jnp.inf)  # filters left no token
     totals = jnp.where(live[..., None], scores.reshape(B, G, M, V) + search.total[..., None], -jnp.inf)
-    best, rest = _candidates(totals, how.diversity, stop_tokens)
+    best, rest = _candidates(totals, beams.diversity, stop_tokens)
 
     length = search.history.length.reshape(B, G, M) + 1  # the same in all beams of a row
     n = (length - search.history.prompt.reshape(B, G, M)).astype(jnp.float32)
@@ -232,17 +232,17 @@ def _choose(search: Search, logits, how: Beams, limit, stop_tokens, filters) -> 
         return jnp.where(end, texts.token[..., None], _take(tokens, texts.parent))
 
     ended = (best.score > -jnp.inf) & (jnp.isin(best.token, stop_tokens) | (n >= limit))
-    new = Finished(append(best), length, best.score, how.rank(best.score, n)).keep(ended)
-    left = Finished(tokens, length - 1, search.total, how.rank(search.total, jnp.maximum(n - 1, 1))).keep(stuck)
+    new = Finished(append(best), length, best.score, beams.rank(best.score, n)).keep(ended)
+    left = Finished(tokens, length - 1, search.total, beams.rank(search.total, jnp.maximum(n - 1, 1))).keep(stuck)
     finished = search.finished.joined(new, left).best(M)
 
     total = jnp.where(n >= limit, -jnp.inf, rest.score)
-    attainable = how.rank(total, n)
-    if how.early_stopping == "never":  # a score that is monotone in the length is largest at one of the ends
-        attainable = jnp.maximum(attainable, how.rank(total, jnp.broadcast_to(limit, n.shape).astype(jnp.float32)))
+    attainable = beams.rank(total, n)
+    if beams.early_stopping == "never":  # a score that is monotone in the length is largest at one of the ends
+        attainable = jnp.maximum(attainable, beams.rank(total, jnp.broadcast_to(limit, n.shape).astype(jnp.float32)))
     worst = finished.rank[..., -1]  # -inf while there are fewer than M
     active = search.active & (total[..., 0] > -jnp.inf) & (attainable[..., 0] > worst)
-    if how.early_stopping is True:
+    if beams.early_stopping is True:
         active &= worst == -jnp.inf
     row = rest.parent + jnp.arange(0, B * G * M, M, dtype=jnp.int32).reshape(B, G, 1)
     history = History(append(rest).reshape(search.history.tokens.shape), length.reshape(-1), search.history.prompt)

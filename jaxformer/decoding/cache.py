@@ -18,7 +18,8 @@ from jaxformer.ops.positions import rotation_until
 class Cache:
     """What came before the next tokens of each row. Every array has the rows first, so rows may be taken, copied or replaced.
 
-    Row b's token at position p is in slot p. More tokens than `room` cannot be refused under jit: hidden states are NaN then.
+    Row b's token at position p is in slot p. More tokens than `capacity` cannot be refused under jit: then hidden states are
+    NaN.
     So are those of tokens that `text_lengths` does not suit: the keys in the cache have the rotations of a shorter text.
     """
 
@@ -27,13 +28,13 @@ class Cache:
     source: Any = None  # of an encoder-decoder: what its layers read of the encoder
     # how long the whole text of each row is, [B], for rotations that depend on it (LongRoPE, a dynamic NTK)
     text_lengths: Any = None
-    room: int = struct.field(pytree_node=False, default=0)  # most tokens of a row
+    capacity: int = struct.field(pytree_node=False, default=0)  # most tokens of a row
 
     def extend(self, rows: int, T: int, lengths=None) -> "Cache":
         """The cache with T more tokens in each row, or `lengths` [B]; the layers write them themselves."""
         found = len(jax.tree.leaves(self.layers)[0])
-        if rows != found or self.room < T:
-            raise ConfigError(f"apply: {rows} rows of {T} tokens do not fit a cache of {found} rows of {self.room} slots")
+        if rows != found or self.capacity < T:
+            raise ConfigError(f"apply: {rows} rows of {T} tokens do not fit a cache of {found} rows of {self.capacity} slots")
         new = jnp.full(rows, T, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
         return replace(self, lengths=new if self.lengths is None else self.lengths + new)
 
@@ -54,4 +55,4 @@ def init_cache(
     stack = last_stack(config)
     if rotation_until(stack.positions, 1) is None:
         text_lengths = None
-    return Cache(init_state(stack, batch, length, dtype, ahead), text_lengths=text_lengths, room=length)
+    return Cache(init_state(stack, batch, length, dtype, ahead), text_lengths=text_lengths, capacity=length)

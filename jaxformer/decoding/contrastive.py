@@ -51,16 +51,16 @@ def contrast(
     check_rotations("contrast", config, prompts, max_tokens)
     stop_ids = stops(stop_tokens, models.last_stack(config).vocab_size)
     settings = jax.device_put((np.float32(alpha), Settings(as_filters(filters, model), np.float32(1), stop_ids)))
-    rows, rooms, found = rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts)), []
+    rows, counts, found = rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts)), []
     for first in range(0, len(prompts), rows):
         index = [min(i, len(prompts) - 1) for i in range(first, first + rows)]
         texts, options = [prompts[i] for i in index], {}
         T, lengths = bucket(max(map(len, texts)), models.last_stack(config)), np.array([len(text) for text in texts], np.int32)
         if sources is not None:
             options = source_inputs(model, [sources[i] for i in index])
-        tokens, ends = np.concatenate([padded(text, T) for text in texts]), lengths + rooms[index].astype(np.int32)
+        tokens, ends = np.concatenate([padded(text, T) for text in texts]), lengths + counts[index].astype(np.int32)
         arrays = jax.device_put((tokens, lengths, ends, options))
-        history, broken = on_host(_run(config, model.dtype, model.room, k, model.params, *arrays, *settings))
+        history, broken = on_host(_run(config, model.dtype, model.cache_length, k, model.params, *arrays, *settings))
         for row in range(min(rows, len(prompts) - first)):
             check_numbers(broken[row], first + row)
             found.append(new_tokens(history, row, stop_tokens))
@@ -68,17 +68,17 @@ def contrast(
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, options, alpha, settings: Settings):
+def _run(config, dtype, cache_length: int, k: int, params, tokens, lengths, ends, options, alpha, settings: Settings):
     """(the texts, the rows that ended because their logits were NaN)."""
     B, T = tokens.shape
     encode = partial(models.encode, config, params, dtype=dtype)
-    output = encode(tokens, cache=init_cache(config, B, room, dtype), lengths=lengths, **options)
+    output = encode(tokens, cache=init_cache(config, B, cache_length, dtype), lengths=lengths, **options)
     source = output.cache.source  # which all tokens that are tried share
 
     def unit(x):
         return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
-    states = jnp.pad(unit(output.hidden.astype(jnp.float32)), ((0, 0), (0, room - T), (0, 0)))
+    states = jnp.pad(unit(output.hidden.astype(jnp.float32)), ((0, 0), (0, cache_length - T), (0, 0)))
 
     def step(carry):
         history, cache, states, last, done, broken = carry
@@ -92,7 +92,7 @@ def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, option
         output = encode(tried.reshape(-1, 1), cache=replace(wide, source=source), lengths=jnp.repeat(going, k))
         own = unit(output.hidden.astype(jnp.float32)).reshape(B, k, -1)
         cosines = jnp.einsum("bkd,bsd->bks", own, states, precision="highest")
-        penalty = jnp.where(jnp.arange(room)[None, None] < history.length[:, None, None], cosines, -1).max(axis=2)
+        penalty = jnp.where(jnp.arange(cache_length)[None, None] < history.length[:, None, None], cosines, -1).max(axis=2)
         best = jnp.argmax(jnp.where(p > 0, (1 - alpha) * p - alpha * penalty, -jnp.inf), axis=1)
 
         def take(x):
@@ -105,7 +105,7 @@ def _run(config, dtype, room: int, k: int, params, tokens, lengths, ends, option
         return history, jax.tree.map(take, replace(output.cache, source=None)), states, take(output.hidden), done, broken
 
     last = jnp.take_along_axis(output.hidden, lengths[:, None, None] - 1, axis=1)
-    history = History(jnp.pad(tokens, ((0, 0), (0, room - T))), lengths, lengths)
+    history = History(jnp.pad(tokens, ((0, 0), (0, cache_length - T))), lengths, lengths)
     start = history, replace(output.cache, source=None), states, last, lengths < 0, lengths < 0
     history, *_, broken = jax.lax.while_loop(lambda carry: ~carry[4].all(), step, start)
     return history, broken

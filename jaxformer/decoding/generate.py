@@ -27,13 +27,14 @@ from jaxformer.ops.positions import rotation_until
 from jaxformer.sharding import is_explicit, is_split, mesh_axes, on_host, platform, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
-SLOTS = 128  # the room of a cache is a multiple of these
+TOGETHER = 16 * CHUNK  # tokens of all prompts that are read at a time
+SLOTS = 128  # the length of a cache is a multiple of these
 Tokens = Sequence[int] | Int[Array, " _"] | Int[np.ndarray, " _"]  # of a text
 Prompts = Sequence[Tokens] | Int[Array, "_ _"] | Int[np.ndarray, "_ _"]  # an array: of texts of one length
 
 
 @struct.dataclass
-class Texts:
+class DecodeState:
     """Rows of a batch: what stands in each, and what decoding needs to go on. Every array has the rows first."""
 
     history: History
@@ -57,9 +58,21 @@ class Settings:
         return reduce(lambda logits, function: function(logits, history), self.filters, logits.astype(jnp.float32))
 
 
+class Model(NamedTuple):
+    """What the compiled programs of decoding have in common."""
+
+    config: Any
+    params: Any  # as `prepare` makes them
+    dtype: Any
+    cache_length: int  # most tokens of a row
+    source_length: int  # most tokens of a source
+    cache_dtype: Any
+    ahead: int = 0  # how many tokens its caches can take back
+
+
 def generate(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
-    sources: Sequence[Any] | None = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (),
+    sources: Sequence[Any] | None = None, sampling: Sampling = Sampling(), filters: Sequence[Filter] = (),
     key: Array | None = None, stop_tokens: Tokens = (), stop: Callable[[list[int]], int | None] | None = None,
     rows: int = 16, dtype=None, cache_dtype=None,
 ) -> list[list[int]]:  # fmt: skip
@@ -67,37 +80,50 @@ def generate(
 
     Of an encoder-decoder, `sources` are the tokens of the encoder, or images `[height, width, C]`, and a prompt is how the
     target begins (T5: [0]).
-    `filters` (`decoding.filters`, or functions of yours) come before those of `how`. `stop(new tokens)` says how many of a
+    `filters` (`decoding.filters`, or functions of yours) come before those of `sampling`. `stop(new tokens)` says how many of a
     row's new tokens to keep, or None to go on. At most `rows` texts are decoded at a time; a row that ends takes the next
     prompt. A row's tokens do not depend on its neighbours; the last bits of its logits do where these fill more slots of the
-    cache, in steps of 128. `cache_dtype` is that of keys and values, such as int8. Where filters leave no token, the text ends.
+    cache, in steps of 128, and where the first prompts are read together. `cache_dtype` is that of keys and
+    values, such as int8. Where filters leave no token, the text ends.
     Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has
     rows, and logits that are no numbers.
     """
     every = None if stop is None else 8
-    texts = serve(
-        config, params, prompts, max_tokens, sources, how, filters, key, stop_tokens, stop, rows, (dtype, cache_dtype), every
+    rows_of_text = serve(
+        config,
+        params,
+        prompts,
+        max_tokens,
+        sources,
+        sampling,
+        filters,
+        key,
+        stop_tokens,
+        stop,
+        rows,
+        (dtype, cache_dtype),
+        every,
     )
-    outs = {index: tokens for index, tokens, done in texts if done}
+    outs = {index: tokens for index, tokens, done in rows_of_text if done}
     return [outs[i] for i in range(len(prompts))]
 
 
 def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Tokens, max_tokens: int, *, every: int = 1,
-    source: Any = None, how: Sampling = Sampling(), filters: Sequence[Filter] = (), key: Array | None = None,
+    source: Any = None, sampling: Sampling = Sampling(), filters: Sequence[Filter] = (), key: Array | None = None,
     stop_tokens: Tokens = (), stop: Callable[[list[int]], int | None] | None = None, dtype=None, cache_dtype=None,
 ) -> Iterator[list[int]]:  # fmt: skip
     """The tokens of `generate` for one prompt as they are made, `every` so many."""
-    sources, given = None if source is None else [source], 0
+    sources, shown = None if source is None else [source], 0
     for _, tokens, _ in serve(
-        config, params, [prompt], max_tokens, sources, how, filters, key, stop_tokens, stop, 1, (dtype, cache_dtype), every
+        config, params, [prompt], max_tokens, sources, sampling, filters, key, stop_tokens, stop, 1, (dtype, cache_dtype), every
     ):
-        if tokens[given:]:
-            yield tokens[given:]
-        given = max(given, len(tokens))
+        if tokens[shown:]:
+            yield tokens[shown:]
+        shown = max(shown, len(tokens))
 
 
 def serve(
-    config, params, prompts, max_tokens, sources, how: Sampling, filters, key, stop_tokens, stop, rows: int, dtypes,
+    config, params, prompts, max_tokens, sources, sampling: Sampling, filters, key, stop_tokens, stop, rows: int, dtypes,
     every: int | None,
 ) -> Iterator[tuple[int, list[int], bool]]:  # fmt: skip
     """(number of a prompt, its new tokens so far, whether they are all) after `every` steps, and whenever a row ends."""
@@ -107,48 +133,90 @@ def serve(
     prompts, stop_tokens = as_lists(prompts), as_lists(stop_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, *dtypes)
     # sums over a number of slots that is no multiple of these round otherwise
-    model = model._replace(room=-(-model.room // SLOTS) * SLOTS)
-    settings = jax.device_put(sampling_settings(model, filters, how, stop_tokens))
+    model = model._replace(cache_length=-(-model.cache_length // SLOTS) * SLOTS)
+    settings = jax.device_put(sampling_settings(model, filters, sampling, stop_tokens))
     key = as_key(key)
-    texts: Any = None
-    owners: dict[int, int] = {}  # the number of the prompt in each row
-    grown: dict[int, list[int]] = {}  # texts of rows that need the rotations of a longer text
+    state: Any = None
+    number_of: dict[int, int] = {}  # of the prompt in each row
+    longer: dict[int, list[int]] = {}  # texts of rows that need the rotations of a longer text
     queue = deque(range(len(prompts)))
-    rows, rooms = rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts))
-    limits = [len(prompt) + int(room) for prompt, room in zip(prompts, rooms, strict=True)]
-    while queue or owners:
-        steps = every or 2**30
+    rows, counts = rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts))
+    limits = [len(prompt) + int(count) for prompt, count in zip(prompts, counts, strict=True)]
+
+    def text_of(index: int, tokens: list[int]) -> Text:
+        end = min(limits[index], rotation_end(model, len(tokens)))
+        return Text(index, tokens, None if sources is None else sources[index], len(prompts[index]), end)
+
+    while queue or number_of:
+        to_read = {row: text_of(number_of[row], tokens) for row, tokens in longer.items()}
+        longer = {}
         for row in range(rows):
-            if row not in owners and queue:
-                owners[row] = queue.popleft()
-                grown[row] = list(prompts[owners[row]])
-            if row not in grown:
-                continue
-            index, tokens = owners[row], grown.pop(row)
-            end = min(limits[index], rotation_end(model, len(tokens)))
-            numbers = jax.device_put((np.array([end], np.int32), np.int32(index)))
-            source = None if sources is None else sources[index]
-            one = _start(*read(model, tokens, source, len(prompts[index])), *numbers, key, settings)
-            if texts is None:  # rows without a text of their own yet
-                texts = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
-            texts = insert(texts, jax.device_put(np.int32(row)), one)
+            if row not in number_of and queue:
+                number_of[row] = queue.popleft()
+                to_read[row] = text_of(number_of[row], list(prompts[number_of[row]]))
+        steps = every or 2**30
+        if to_read:
+            state = start(model, state, to_read, rows, key, settings)
             steps = steps if every is None else 0  # a first token is shown at once
-        least = jax.device_put((np.int32(steps), np.int32(len(owners) if queue else 1)))
-        texts = _run(model.config, model.dtype, model.params, texts, settings, *least)
-        history, done, ends, broken = on_host((texts.history, texts.done, texts.end, texts.broken))
-        for row, index in list(owners.items()):
+        least = jax.device_put((np.int32(steps), np.int32(len(number_of) if queue else 1)))
+        state = _run(model.config, model.dtype, model.params, state, settings, *least)
+        history, done, ends, broken = on_host((state.history, state.done, state.end, state.broken))
+        for row, index in list(number_of.items()):
             check_numbers(broken[row], index)
             tokens, ended = new_tokens(history, row, stop_tokens), bool(done[row])
             if stop is not None and (keep := stop(tokens)) is not None:
                 tokens, ended = tokens[:keep], True
-                texts = replace(texts, done=insert(texts.done, *jax.device_put((np.int32(row), np.ones(1, bool)))))
+                state = replace(state, done=insert(state.done, *jax.device_put((np.int32(row), np.ones(1, bool)))))
             elif ended and history.length[row] == ends[row] < limits[index]:
                 text = history.tokens[row, : history.length[row]].tolist()
                 if text[-1] not in stop_tokens:
-                    grown[row], ended = text, False
+                    longer[row], ended = text, False
             if ended:
-                del owners[row]
+                del number_of[row]
             yield index, tokens, ended
+
+
+class Text(NamedTuple):
+    """What is read into a row."""
+
+    index: int  # the number of the prompt, which the row's random numbers depend on
+    tokens: list[int]
+    source: Any
+    prompt_length: int  # so many of the tokens are the user's
+    end: int  # the row ends at so many tokens
+
+
+def start(model: Model, state: DecodeState | None, texts: dict[int, Text], rows: int, key, settings) -> DecodeState:
+    """The state with these texts in these rows, and their first new tokens. Rows that never had a text are done."""
+    if state is None and reads_together(model, list(texts.values()), rows):
+        some = list(texts.values())
+        return _started(model, some + some[:1] * (rows - len(some)), len(some), key, settings)
+    for row, text in texts.items():
+        one = _started(model, [text], 1, key, settings)
+        if state is None:
+            state = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
+        state = insert(state, jax.device_put(np.int32(row)), one)
+    assert state is not None
+    return state
+
+
+def reads_together(model: Model, texts: list[Text], rows: int) -> bool:
+    """Whether these texts are read as one batch of so many rows: several, none much longer than another, on one device.
+
+    Else each is read alone, so that its neighbours cost it nothing: a batch is as long as its longest text.
+    """
+    lengths = [len(text.tokens) for text in texts]
+    few = max(lengths) <= CHUNK and rows * max(lengths) <= TOGETHER
+    return len(texts) > 1 and few and max(lengths) <= 2 * min(lengths) and not is_split()
+
+
+def _started(model: Model, texts: list[Text], count: int, key, settings: Settings) -> DecodeState:
+    """The first `count` of these texts, one a row, each with its first new token."""
+    sources = None if texts[0].source is None else [text.source for text in texts]
+    logits, cache, history = read(model, [text.tokens for text in texts], sources, [text.prompt_length for text in texts])
+    numbers = [[text.end for text in texts], [text.index for text in texts]]
+    ends, indices = jax.device_put(np.array(numbers, np.int32))
+    return _start(logits, cache, history, ends, indices, jax.device_put(np.arange(len(texts)) >= count), key, settings)
 
 
 def as_lists(tokens: Any) -> Any:
@@ -177,18 +245,6 @@ def rows_for(rows: int, texts: Sequence[Any]) -> int:
     return min(rows, 1 << (len(texts) - 1).bit_length())
 
 
-class Model(NamedTuple):
-    """What the compiled programs of decoding have in common."""
-
-    config: Any
-    params: Any  # as `prepare` makes them
-    dtype: Any
-    room: int  # most tokens of a row
-    source_room: int  # most tokens of a source
-    cache_dtype: Any
-    ahead: int = 0  # how many tokens its caches can take back
-
-
 def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_dtype=None, ahead: int = 0) -> Model:
     """The model for these prompts, which are only read if `max_tokens` is None. ConfigError for what does not fit it."""
     problems = _wrong_dtypes(dtype, cache_dtype), _problems(config, prompts, max_tokens, sources)
@@ -196,26 +252,26 @@ def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_d
         raise ConfigError(f"generate: {problem}")
     floats = (leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
-    source_room = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
-    room = bucket(sum(_longest(prompts, 0 if max_tokens is None else max_tokens)), models.last_stack(config))
+    source_length = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
+    cache_length = bucket(sum(_longest(prompts, 0 if max_tokens is None else max_tokens)), models.last_stack(config))
     if cache_dtype is None:  # to write one token, XLA:CPU makes a cache of 16 bits one of 32, and back
         cache_dtype = jnp.promote_types(dtype, jnp.float32) if platform() == "cpu" else dtype
-    return Model(config, prepare(config, params, dtype), dtype, room, source_room, jnp.dtype(cache_dtype), ahead)
+    return Model(config, prepare(config, params, dtype), dtype, cache_length, source_length, jnp.dtype(cache_dtype), ahead)
 
 
 def rotation_end(model: Model, length: int) -> int:
     """How long a text of `length` tokens may grow until its cache has to be read anew: its last token is not read."""
     until = rotation_until(models.last_stack(model.config).positions, length)
-    return model.room if until is None else until + 1
+    return model.cache_length if until is None else until + 1
 
 
 def check_rotations(name: str, config, prompts, max_tokens: int | Tokens) -> None:
     """Raises NotImplementedError where a text may outgrow the rotations of its cache, which only `generate` reads anew."""
     positions = models.last_stack(config).positions
-    for prompt, room in zip(prompts, np.broadcast_to(max_tokens, len(prompts)).tolist(), strict=True):
+    for prompt, count in zip(prompts, np.broadcast_to(max_tokens, len(prompts)).tolist(), strict=True):
         until = rotation_until(positions, len(prompt))
-        if until is not None and len(prompt) + room > until + 1:
-            problem = f"{len(prompt)} + {room} new tokens exceed the original length of {positions}"
+        if until is not None and len(prompt) + count > until + 1:
+            problem = f"{len(prompt)} + {count} new tokens exceed the original length of {positions}"
             advice = f"its rotations change there; give at most {max(until + 1 - len(prompt), 0)} new tokens, or use `generate`"
             raise NotImplementedError(f"{name}: {problem}; {advice}")
 
@@ -236,7 +292,7 @@ def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
     """
     array = jax.ShapeDtypeStruct
     logits, count = array((1, models.last_stack(model.config).vocab_size), jnp.float32), array((1,), jnp.int32)
-    history = History(array((1, model.room), jnp.int32), count, count)
+    history = History(array((1, model.cache_length), jnp.int32), count, count)
     for number, f in enumerate(filters, 1):
         try:
             result = jax.eval_shape(lambda *row, f=f: f(*row), logits, history)
@@ -250,10 +306,10 @@ def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
     return tuple(jax.tree_util.Partial(f) if jax.tree_util.all_leaves([f]) else f for f in filters)
 
 
-def sampling_settings(model: Model, filters: Sequence[Filter], how: Sampling, stop_tokens: Tokens) -> Settings:
-    """The settings of these options, with the filters of `how` behind the others."""
+def sampling_settings(model: Model, filters: Sequence[Filter], sampling: Sampling, stop_tokens: Tokens) -> Settings:
+    """The settings of these options, with the filters of `sampling` behind the others."""
     stop_ids = stops(stop_tokens, models.last_stack(model.config).vocab_size)
-    return Settings((*as_filters(filters, model), *how.filters()), np.float32(how.temperature), stop_ids)
+    return Settings((*as_filters(filters, model), *sampling.filters()), np.float32(sampling.temperature), stop_ids)
 
 
 def stops(tokens: Any, vocabulary: int) -> np.ndarray:
@@ -280,41 +336,45 @@ def bucket(length: int, config: ModelConfig) -> int:
     return min(length, config.position_limit)
 
 
-def padded(tokens: Sequence[int], room: int) -> np.ndarray:
-    """The tokens and zeros behind them, [1, room]."""
-    return np.pad(np.asarray(tokens, np.int32), (0, room - len(tokens)))[None]
+def padded(tokens: Sequence[int], length: int) -> np.ndarray:
+    """The tokens and zeros behind them, [1, length]."""
+    return np.pad(np.asarray(tokens, np.int32), (0, length - len(tokens)))[None]
 
 
 def source_inputs(model: Model, sources: Sequence[Any]) -> dict[str, np.ndarray]:
     """The sources as `models.apply` takes them: rows of tokens with padding, or images as they are."""
     if isinstance(model.config.encoder.embedding, Patches):
         return {"source": np.stack(sources)}
-    rows = [padded(source, model.source_room) for source in sources]
-    ids = [padded([1] * len(source), model.source_room) for source in sources]
+    rows = [padded(source, model.source_length) for source in sources]
+    ids = [padded([1] * len(source), model.source_length) for source in sources]
     return {"source": np.concatenate(rows), "source_segment_ids": np.concatenate(ids)}
 
 
-def read(model: Model, prompt: Sequence[int], source: Any, count: int | None = None) -> tuple[Any, Any, History]:
-    """One row: (logits after the prompt, its cache, its history), read in pieces of at most `CHUNK` tokens.
+def read(
+    model: Model, prompts: list[list[int]], sources: Sequence[Any] | None, counts: Sequence[int] | None = None
+) -> tuple[Any, Any, History]:
+    """(logits after each prompt, the cache, the history), read in pieces of at most `CHUNK` tokens; several are one piece each.
 
     A prompt whose tokens see later ones (a prefix, global tokens) is read whole: a piece knows nothing of those behind it.
-    The first `count` tokens are what the user gave; None: all.
+    The first `counts` tokens are what the user gave; None: all.
     """
-    config, params, dtype, room, _, cache_dtype, ahead = model
-    options, logits, cache = {}, None, None
-    length = np.array([len(prompt)], np.int32)
-    if source is not None:
-        options = source_inputs(model, [source])
-    stack = models.last_stack(config)
-    size = CHUNK if all(map(masks.is_causal, stack.masks)) else max(len(prompt), CHUNK)
-    for start in range(0, len(prompt), size):
-        piece = prompt[start : start + size]
-        tokens = padded(piece, min(bucket(len(piece), stack), max(size, CHUNK)))
-        arrays = jax.device_put((tokens, np.array([len(piece)], np.int32), options, length))
-        logits, cache = _read(config, dtype, (room, cache_dtype, ahead), params, *arrays, cache)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    options = {} if sources is None else source_inputs(model, sources)
+    stack, longest, cache, logits = models.last_stack(model.config), int(lengths.max()), None, None
+    size = CHUNK if all(map(masks.is_causal, stack.masks)) else max(longest, CHUNK)
+    assert len(prompts) == 1 or longest <= size
+    sizes = model.cache_length, model.cache_dtype, model.ahead
+    for first in range(0, longest, size):
+        pieces = [prompt[first : first + size] for prompt in prompts]
+        width = min(bucket(max(map(len, pieces)), stack), max(size, CHUNK))
+        tokens = np.concatenate([padded(piece, width) for piece in pieces])
+        counted = np.array([len(piece) for piece in pieces], np.int32)
+        arrays = jax.device_put((tokens, counted, options, lengths))
+        logits, cache = _read(model.config, model.dtype, sizes, model.params, *arrays, cache)
         options = {}
-    prompt_length = length if count is None else np.array([count], np.int32)
-    return logits, cache, History(*jax.device_put((padded(prompt, room), length, prompt_length)))
+    prompt_lengths = lengths if counts is None else np.array(counts, np.int32)
+    tokens = np.concatenate([padded(prompt, model.cache_length) for prompt in prompts])
+    return logits, cache, History(*jax.device_put((tokens, lengths, prompt_lengths)))
 
 
 def read_rows(opened: list[Model], prompts, sources, numbers, rows: int) -> tuple[Array, History, list[Cache]]:
@@ -326,7 +386,7 @@ def read_rows(opened: list[Model], prompts, sources, numbers, rows: int) -> tupl
     texts = [(list(prompts[i]), [] if sources is None else sources[i]) for i in numbers if i < len(prompts)]
     for row, (prompt, source) in enumerate(texts):
         if batch is None or prompt != texts[0][0] or not np.array_equal(source, texts[0][1]):
-            found = [read(model, prompt, source if model.source_room else None) for model in opened]
+            found = [read(model, [prompt], [source] if model.source_length else None) for model in opened]
             one = found[0][0], found[0][2], [cache for _, cache, _ in found]
             batch = repeat(rows, one) if batch is None else insert(batch, jax.device_put(np.int32(row)), one)
     return batch
@@ -340,14 +400,15 @@ def new_tokens(history: History, row: int, stop_tokens: Sequence[int]) -> list[i
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
 def _read(config, dtype, sizes, params, tokens, lengths, options, whole, cache):
-    cache = init_cache(config, 1, *sizes, text_lengths=whole) if cache is None else cache
+    cache = init_cache(config, len(tokens), *sizes, text_lengths=whole) if cache is None else cache
     return prefill(config, params, tokens, cache, lengths=lengths, dtype=dtype, **options)
 
 
 @partial(jax.jit, donate_argnames="cache")
-def _start(logits, cache, history: History, end, index, key, settings: Settings) -> Texts:
-    """One row: the prompt and its first new token."""
-    return append(Texts(history, cache, end, end < 0, jax.random.fold_in(key, index)[None], end < 0), logits, settings)
+def _start(logits, cache, history: History, ends, indices, unused, key, settings: Settings) -> DecodeState:
+    """Rows of a prompt and its first new token; `unused` rows are done before."""
+    keys = jax.vmap(partial(jax.random.fold_in, key))(indices)
+    return append(DecodeState(history, cache, ends, unused, keys, jnp.zeros_like(unused)), logits, settings)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -369,36 +430,36 @@ def insert(tree: Any, row, one: Any) -> Any:
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _run(config, dtype, params, texts: Texts, settings: Settings, steps, least) -> Texts:
+def _run(config, dtype, params, state: DecodeState, settings: Settings, steps, least) -> DecodeState:
     """Up to `steps` more tokens in each row, as long as at least `least` rows are not done."""
 
     def advance(carry):
-        step, texts = carry
-        history = texts.history
+        step, state = carry
+        history = state.history
         last = jnp.take_along_axis(history.tokens, history.length[:, None] - 1, axis=1)
-        going = jnp.where(texts.done, 0, 1)
-        logits, cache = decode_step(config, params, last, texts.cache, lengths=going, dtype=dtype)
-        return step + 1, append(replace(texts, cache=cache), logits[:, 0], settings)
+        going = jnp.where(state.done, 0, 1)
+        logits, cache = decode_step(config, params, last, state.cache, lengths=going, dtype=dtype)
+        return step + 1, append(replace(state, cache=cache), logits[:, 0], settings)
 
     def more(carry):
         return (carry[0] < steps) & (jnp.sum(~carry[1].done) >= least)
 
-    return jax.lax.while_loop(more, advance, (jnp.int32(0), texts))[1]
+    return jax.lax.while_loop(more, advance, (jnp.int32(0), state))[1]
 
 
-def append(texts: Texts, logits: Array, settings: Settings) -> Texts:
+def append(state: DecodeState, logits: Array, settings: Settings) -> DecodeState:
     """Each row that is not done with one more token, picked by the logits [B, V]; it ends where filters leave no token."""
-    history, done = texts.history, texts.done
+    history, done = state.history, state.done
     logits = with_logical_constraint(logits, "batch", None)  # filters go over a vocabulary many times
-    keys = jax.vmap(jax.random.fold_in)(texts.keys, history.length - history.prompt)
+    keys = jax.vmap(jax.random.fold_in)(state.keys, history.length - history.prompt)
     filtered = settings.filtered(logits, history)
     largest = jnp.max(filtered, axis=-1)
-    broken = texts.broken | ~done & jnp.isnan(largest)
+    broken = state.broken | ~done & jnp.isnan(largest)
     token = draw(filtered, keys, settings.temperature)
     done = done | (largest == -jnp.inf) | broken
     history = history.extend(token[:, None], jnp.where(done, 0, 1))
-    done = done | jnp.isin(token, settings.stop_tokens) | (history.length >= texts.end)
-    return replace(texts, history=history, done=done, broken=broken)
+    done = done | jnp.isin(token, settings.stop_tokens) | (history.length >= state.end)
+    return replace(state, history=history, done=done, broken=broken)
 
 
 def _longest(texts, more: int | Tokens) -> tuple[int, int]:

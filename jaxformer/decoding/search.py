@@ -43,10 +43,10 @@ class Hypothesis(NamedTuple):
 
 def search(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
-    sources: Sequence[Any] | None = None, how: Beams = Beams(), filters: Sequence[Filter] = (),
+    sources: Sequence[Any] | None = None, beams: Beams = Beams(), filters: Sequence[Filter] = (),
     stop_tokens: Tokens = (), rows: int = 8, dtype=None,
 ) -> list[list[Hypothesis]]:  # fmt: skip
-    """The `how.n_best` best continuations of each prompt, best first; `rows` prompts are searched at a time.
+    """The `beams.n_best` best continuations of each prompt, best first; `rows` prompts are searched at a time.
 
     There may be fewer, but at least one, which may be empty: a text is listed once. Arguments and errors are those of
     `generate`. Filters change log-probabilities, and so scores. Raises NotImplementedError for texts that would outgrow the
@@ -58,19 +58,19 @@ def search(
     check_rotations("search", config, prompts, max_tokens)
     rows = rows_for(rows, prompts)
     stop_ids = stops(stop_tokens, models.last_stack(config).vocab_size)
-    settings = jax.device_put((how, stop_ids, as_filters(filters, model)))
-    rooms, found = np.broadcast_to(max_tokens, len(prompts)), []
+    settings = jax.device_put((beams, stop_ids, as_filters(filters, model)))
+    counts, found = np.broadcast_to(max_tokens, len(prompts)), []
     for first in range(0, len(prompts), rows):
         numbers = range(first, min(first + rows, len(prompts)))
         batch = read_rows([model], prompts, sources, numbers, rows)
-        room = np.pad(rooms[first : first + rows], (0, rows - len(numbers)), constant_values=1).astype(np.int32)
-        best = on_host(_search(model.config, model.dtype, model.params, *batch, jax.device_put(room), *settings))
-        found += [_hypotheses(how, best, row, len(prompts[i]), set(stop_tokens)) for row, i in enumerate(numbers)]
+        count = np.pad(counts[first : first + rows], (0, rows - len(numbers)), constant_values=1).astype(np.int32)
+        best = on_host(_search(model.config, model.dtype, model.params, *batch, jax.device_put(count), *settings))
+        found += [_hypotheses(beams, best, row, len(prompts[i]), set(stop_tokens)) for row, i in enumerate(numbers)]
     return found
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _search(config, dtype, params, logits, history, caches, max_tokens, how: Beams, stop_tokens, filters) -> BeamOutput:
+def _search(config, dtype, params, logits, history, caches, max_tokens, beams: Beams, stop_tokens, filters) -> BeamOutput:
     (cache,) = caches
     source = cache.source  # which all beams of a text share
 
@@ -78,17 +78,17 @@ def _search(config, dtype, params, logits, history, caches, max_tokens, how: Bea
         logits, cache = decode_step(config, params, tokens[:, None], replace(cache, source=source), dtype=dtype)
         return logits[:, 0], replace(cache, source=None)
 
-    return beam_search(advance, logits, replace(cache, source=None), history, max_tokens, how, stop_tokens, filters)
+    return beam_search(advance, logits, replace(cache, source=None), history, max_tokens, beams, stop_tokens, filters)
 
 
-def _hypotheses(how: Beams, best: BeamOutput, row: int, prompt: int, stop_tokens: set[int]) -> list[Hypothesis]:
+def _hypotheses(beams: Beams, best: BeamOutput, row: int, prompt: int, stop_tokens: set[int]) -> list[Hypothesis]:
     """The texts that were found for one prompt. Raises ConfigError for scores that are no numbers, and where none was found."""
     found = []
-    for m in range(how.n_best):
+    for m in range(beams.n_best):
         length, total = int(best.length[row, m]), float(best.total[row, m])
         new = best.tokens[row, m, prompt:length].tolist()
         if total > -np.inf:
-            score = _score_of(how, total, length - prompt, float(best.score[row, m]))
+            score = _score_of(beams, total, length - prompt, float(best.score[row, m]))
             found.append(Hypothesis(new[:-1] if new and new[-1] in stop_tokens else new, score))
     if not found or any(np.isnan(hypothesis.score) for hypothesis in found):
         problem = "the model's logits, or the scores of your length_penalty, are not numbers (NaN)"
@@ -96,9 +96,9 @@ def _hypotheses(how: Beams, best: BeamOutput, row: int, prompt: int, stop_tokens
     return found
 
 
-def _score_of(how: Beams, total: float, length: int, score: float) -> float:
+def _score_of(beams: Beams, total: float, length: int, score: float) -> float:
     """The score in float64, whose range is that of length penalties; a function of the user's computed its own."""
-    logs = how.log_divisor(np.float64(max(length, 1)), np.log)
+    logs = beams.log_divisor(np.float64(max(length, 1)), np.log)
     with np.errstate(over="ignore"):
         return score if logs is None else float(total * np.exp(-logs))
 
@@ -140,9 +140,9 @@ def score(
     for first in range(0, len(texts), rows):
         index = [min(i, len(texts) - 1) for i in range(first, first + rows)]
         some = [texts[i] for i in index]
-        room = bucket(max(map(len, some)) - 1, models.last_stack(config))
-        tokens, labels = (np.concatenate([padded(text[part], room) for text in some]) for part in (slice(-1), slice(1, None)))
-        options = {"segment_ids": np.concatenate([padded([1] * (len(text) - 1), room) for text in some])}
+        length = bucket(max(map(len, some)) - 1, models.last_stack(config))
+        tokens, labels = (np.concatenate([padded(text[part], length) for text in some]) for part in (slice(-1), slice(1, None)))
+        options = {"segment_ids": np.concatenate([padded([1] * (len(text) - 1), length) for text in some])}
         if sources is not None:
             options |= source_inputs(model, [sources[i] for i in index])
         logs, greedy = on_host(_score(config, model.dtype, model.params, *jax.device_put((tokens, labels, options))))

@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from jaxformer import masks, models
 from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.generate import (
+    DecodeState,
     Prompts,
     Settings,
-    Texts,
     Tokens,
     append,
     as_key,
@@ -109,7 +109,7 @@ class Lookup:
 
 def speculate(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
-    draft: Draft | Lookup, ahead: int = 4, sources: Sequence[Sequence[int]] | None = None, how: Sampling = Sampling(),
+    draft: Draft | Lookup, ahead: int = 4, sources: Sequence[Sequence[int]] | None = None, sampling: Sampling = Sampling(),
     filters: Sequence[Filter] = (), key: Array | None = None, stop_tokens: Tokens = (), rows: int = 16, dtype=None,
 ) -> Speculation:  # fmt: skip
     """Continuations with the distribution of `generate`, in fewer steps of the model; at temperature 0 the same tokens.
@@ -127,20 +127,20 @@ def speculate(
         given = sources if isinstance(draft.config, EncoderDecoder) else None
         opened += [open_model(draft.config, draft.params, prompts, max_tokens, given, draft.dtype, ahead=ahead)]
         draft = replace(draft, params=opened[1].params, dtype=opened[1].dtype)
-    ahead = min(ahead, *(each.room - 1 for each in opened))  # more tokens than a row has slots are never taken
+    ahead = min(ahead, *(each.cache_length - 1 for each in opened))  # more tokens than a row has slots are never taken
     for each in opened:
         check_rotations("speculate", each.config, prompts, max_tokens)
-    settings = jax.device_put(sampling_settings(opened[0], filters, how, stop_tokens))
-    key, rows, rooms = as_key(key), rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts))
-    limits = [len(prompt) + int(room) for prompt, room in zip(prompts, rooms, strict=True)]
+    settings = jax.device_put(sampling_settings(opened[0], filters, sampling, stop_tokens))
+    key, rows, most = as_key(key), rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts))
+    limits = [len(prompt) + int(count) for prompt, count in zip(prompts, most, strict=True)]
     found, main = Speculation([], [], []), opened[0]
     for first in range(0, len(prompts), rows):
         ends = np.array(limits[first : first + rows], np.int32)
         index = np.arange(first, first + rows, dtype=np.int32)
         numbers = jax.device_put((np.pad(ends, (0, rows - len(ends))), index))  # no text ends at 0: such rows are empty
         batch = read_rows(opened, prompts, sources, index, rows)
-        texts, _, counts = _run(main.config, main.dtype, ahead, main.params, draft, *batch, *numbers, key, settings)
-        history, broken, counts = on_host((texts.history, texts.broken, counts))
+        state, _, counts = _run(main.config, main.dtype, ahead, main.params, draft, *batch, *numbers, key, settings)
+        history, broken, counts = on_host((state.history, state.broken, counts))
         for row in range(len(ends)):
             check_numbers(broken[row], first + row)
             found.tokens.append(new_tokens(history, row, stop_tokens))
@@ -162,22 +162,22 @@ def _check(config, draft, ahead: int) -> None:
 def _run(config, dtype, ahead: int, params, draft, logits, history, caches, ends, index, key, settings):
     """(the texts when all are done, the cache of the draft, [B, 2] how many tokens were proposed and accepted)."""
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
-    texts = append(Texts(history, caches[0], ends, ends == 0, keys, ends < 0), logits, settings)
-    start = texts, caches[-1] if len(caches) > 1 else None, jnp.zeros((len(ends), 2), jnp.int32)
+    state = append(DecodeState(history, caches[0], ends, ends == 0, keys, ends < 0), logits, settings)
+    start = state, caches[-1] if len(caches) > 1 else None, jnp.zeros((len(ends), 2), jnp.int32)
     step = partial(_round, _causal(config), dtype, ahead, params, draft, settings)
     return lax.while_loop(lambda carry: ~carry[0].done.all(), step, start)
 
 
 def _round(config, dtype, ahead: int, params, draft, settings: Settings, carry):
     """In each row that is not done, the tokens of the draft that are accepted, and one more."""
-    texts, cache, counts = carry
-    history, going = texts.history, jnp.where(texts.done, 0, 1)
-    most = going * jnp.minimum(texts.end - history.length - 1, ahead)  # so that no token beyond the limit is read
-    keys = _fold(texts.keys, history.length - history.prompt)
+    state, cache, counts = carry
+    history, going = state.history, jnp.where(state.done, 0, 1)
+    most = going * jnp.minimum(state.end - history.length - 1, ahead)  # so that no token beyond the limit is read
+    keys = _fold(state.keys, history.length - history.prompt)
     proposal = draft.propose(ahead, history, cache, most, keys, settings)
     tokens, slots = history.extend(proposal.tokens, most).tokens, history.length[:, None] + jnp.arange(ahead + 1)[None]
     last = jnp.take_along_axis(tokens, slots - 1, axis=1, mode="clip")
-    cache = replace(texts.cache, lengths=history.length - 1)  # what was rejected is taken back
+    cache = replace(state.cache, lengths=history.length - 1)  # what was rejected is taken back
     logits, cache = decode_step(config, params, last, cache, lengths=going + most, dtype=dtype)
     repeated = jax.tree.map(lambda x: jnp.repeat(x, ahead + 1, axis=0), replace(history, tokens=tokens))
     each = replace(repeated, length=slots.reshape(-1))
@@ -185,14 +185,14 @@ def _round(config, dtype, ahead: int, params, draft, settings: Settings, carry):
     p = p.reshape(logits.shape)
     new, taken = accept(p, proposal, most, keys, settings.temperature)
     mass = jnp.take_along_axis(p.sum(axis=2), taken[:, None], axis=1)[:, 0]  # 0: filters left no token behind those taken
-    broken = texts.broken | ~texts.done & jnp.isnan(mass)
+    broken = state.broken | ~state.done & jnp.isnan(mass)
     count = taken + (mass > 0)
     stop = jnp.isin(new, settings.stop_tokens) & (jnp.arange(ahead + 1)[None] < count[:, None])
     stopped = stop.any(axis=1)
     history = history.extend(new, going * jnp.where(stopped, jnp.argmax(stop, axis=1) + 1, count))
-    done = texts.done | stopped | (history.length >= texts.end) | ~(mass > 0)
-    texts = replace(texts, history=history, cache=cache, done=done, broken=broken)
-    return texts, proposal.cache, counts + jnp.stack([most, taken], axis=1)
+    done = state.done | stopped | (history.length >= state.end) | ~(mass > 0)
+    state = replace(state, history=history, cache=cache, done=done, broken=broken)
+    return state, proposal.cache, counts + jnp.stack([most, taken], axis=1)
 
 
 def accept(

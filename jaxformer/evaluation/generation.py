@@ -74,18 +74,17 @@ def answers(
     `decoding.search`, such as `stop_tokens`.
     """
     stop = as_strings(stop)
-    order, rooms = list(range(len(questions))), rooms_for(model, max_tokens, [question.prompt for question in questions])
+    order, most = list(range(len(questions))), new_tokens_for(model, max_tokens, [question.prompt for question in questions])
     if isinstance(how, Beams):  # rows of about one length end together
         order.sort(key=lambda i: np.size(questions[i].prompt if questions[i].source is None else questions[i].source))
-    prompts, rooms = [questions[i].prompt for i in order], [rooms[i] for i in order]
+    prompts, most = [questions[i].prompt for i in order], [most[i] for i in order]
     sources = None if questions[0].source is None else [questions[i].source for i in order]
-    options |= dict(sources=sources, how=how, dtype=jax.numpy.dtype(precision))
-    ends = stop_strings(tokenizer.decode, stop)
+    options |= dict(sources=sources, dtype=jax.numpy.dtype(precision))
     if isinstance(how, Beams):
-        found = [[text.tokens for text in some] for some in search(model, params, prompts, rooms, **options)]
+        found = [[text.tokens for text in some] for some in search(model, params, prompts, most, beams=how, **options)]
     else:
-        key = random_key(seed)
-        found = [[tokens] for tokens in generate(model, params, prompts, rooms, key=key, stop=ends, **options)]
+        options |= dict(key=random_key(seed), stop=stop_strings(tokenizer.decode, stop))
+        found = [[tokens] for tokens in generate(model, params, prompts, most, sampling=how, **options)]
 
     def text(prompt, tokens):
         return before_stop(continuation(tokenizer.decode, prompt, tokens), stop)
@@ -99,7 +98,7 @@ def best_text(texts: Sequence[str]) -> str:
     return texts[0] if texts else ""
 
 
-def rooms_for(model: Any, max_tokens: int, prompts: Sequence[Sequence[int]]) -> list[int]:
+def new_tokens_for(model: Any, max_tokens: int, prompts: Sequence[Sequence[int]]) -> list[int]:
     """How many tokens may follow each prompt: not more than learned positions are left. ConfigError where none is."""
     limit = models.last_stack(model).position_limit
     for number, prompt in enumerate(prompts):

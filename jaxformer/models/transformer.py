@@ -188,7 +188,7 @@ def of_block(block: Block, params: Tree) -> Tree:
 
 def does_not_fit(config: ModelConfig, cache: Any) -> Bool[jax.Array, " B"]:
     """The rows with more tokens than slots, or than their rotations are for."""
-    rows = cache.lengths > cache.room
+    rows = cache.lengths > cache.capacity
     if cache.text_lengths is None:
         return rows
     return rows | (cache.lengths > rotation_until(config.positions, cache.text_lengths))
@@ -220,7 +220,8 @@ def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, 
         whole = positions.max(axis=1) + 1  # the first call reads the whole text
         cache = replace(cache, text_lengths=jnp.broadcast_to(whole, cache.lengths.shape))
     context = Context(
-        masks.full(), positions, slot_positions, gaps=explicit, lengths=before, cache_length=0 if cache is None else cache.room,
+        masks.full(), positions, slot_positions, gaps=explicit, lengths=before,
+        cache_length=0 if cache is None else cache.capacity,
         text_lengths=None if cache is None else cache.text_lengths,
         shared=params.get("shared"), inputs=inputs.inputs, padding_mask=inputs.padding_mask, source=inputs.encoded,
         tap=tap(inputs.intermediates, inputs.edits),

@@ -19,7 +19,15 @@ from jaxformer.data.mixing import Mixed
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, round_to_int8, stream
 from jaxformer.errors import ConfigError
-from jaxformer.evaluation.generation import answers, as_strings, before_stop, best_text, continuation, rooms_for, stop_strings
+from jaxformer.evaluation.generation import (
+    answers,
+    as_strings,
+    before_stop,
+    best_text,
+    continuation,
+    new_tokens_for,
+    stop_strings,
+)
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.perplexity import mean_scores
 from jaxformer.models import heads
@@ -174,10 +182,10 @@ class Run:
             return
         model, decode, shown, tokens = self.experiment.model, self.tokenizer.decode, 0, question.prompt
         with self.on_mesh():
-            new, (room,) = [], rooms_for(model, sample.tokens, [tokens])
+            new, (most,) = [], new_tokens_for(model, sample.tokens, [tokens])
             for piece in stream(
-                model, self.params, tokens, room, source=question.source,
-                how=sample.sampling, filters=filters, key=random_key(seed), stop=stop_strings(decode, stop),
+                model, self.params, tokens, most, source=question.source,
+                sampling=sample.sampling, filters=filters, key=random_key(seed), stop=stop_strings(decode, stop),
                 stop_tokens=self._ends(), dtype=jax.numpy.dtype(self.experiment.precision),
             ):  # fmt: skip
                 new += piece

@@ -308,7 +308,7 @@ def test_scores_of_a_model_are_those_of_its_forward_pass():
     params, prompts = jax.jit(models.init, static_argnums=0)(config, jax.random.key(3)), [[1, 2, 3, 4], [7], [4, 4]]
     forward = jax.jit(models.apply, static_argnums=0)
     how, stop = Beams(4, 4, length_penalty=0.7), (5, 11)
-    for prompt, row in zip(prompts, decoding.search(config, params, prompts, 7, how=how, stop_tokens=stop), strict=True):
+    for prompt, row in zip(prompts, decoding.search(config, params, prompts, 7, beams=how, stop_tokens=stop), strict=True):
         assert len({tuple(text) for text, _ in row}) == 4
         whole = np.zeros((4, 12), np.int32)
         for line, (text, _) in zip(whole, row, strict=True):

@@ -63,7 +63,7 @@ def test_tokens_are_those_of_the_definition(config):
 @pytest.mark.thorough
 def test_without_contrast_it_is_greedy_and_other_numbers_compile_nothing():
     params = init(GPT, jax.random.key(3))
-    assert contrast(GPT, params, PROMPTS, 9, alpha=0.0) == generate(GPT, params, PROMPTS, 9, how=Sampling(temperature=0.0))
+    assert contrast(GPT, params, PROMPTS, 9, alpha=0.0) == generate(GPT, params, PROMPTS, 9, sampling=Sampling(temperature=0.0))
     run = contrastive._run
     size = run._cache_size()
     for prompts, limit, alpha in ((PROMPTS, 10, 0.3), ([[1] * 7, [2], [3]], 12, 0.9)):

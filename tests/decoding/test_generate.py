@@ -78,7 +78,7 @@ def test_greedy_generation_equals_repeated_forward_passes_for_ragged_prompts(nam
     config, parameters = make(name)
     # tokens before the end of a prefix need it to be there
     prompts = [[1, 2, 3, 4, 5], [7, 8, 9] if name == "prefix" else [7], [4] * 8]
-    together = decoding.generate(config, parameters, prompts, 10, how=Sampling(temperature=0.0))
+    together = decoding.generate(config, parameters, prompts, 10, sampling=Sampling(temperature=0.0))
     for prompt, out in zip(prompts, together, strict=True):
         # causal, so one forward pass over the result shows what was likeliest at every step
         logits = apply(config, parameters, jnp.array([prompt + out])).logits[0]
@@ -92,8 +92,8 @@ def test_ragged_prompts_are_not_turned_by_the_longest_row(scaling):
     config = replace(GPT, positions=Rope(scaling=scaling), num_layers=1)
     parameters, greedy = init(config, jax.random.key(0)), Sampling(temperature=0.0)
     prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [3]]
-    together = decoding.generate(config, parameters, prompts, 7, how=greedy)
-    assert together == [decoding.generate(config, parameters, [prompt], 7, how=greedy)[0] for prompt in prompts]
+    together = decoding.generate(config, parameters, prompts, 7, sampling=greedy)
+    assert together == [decoding.generate(config, parameters, [prompt], 7, sampling=greedy)[0] for prompt in prompts]
 
 
 @pytest.mark.thorough
@@ -123,10 +123,10 @@ def test_sampling_a_row_does_not_depend_on_its_neighbours_below():
 @pytest.mark.thorough
 def test_stop_tokens_end_a_row_and_are_left_out():
     config, parameters = make("gpt2")
-    free = decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0.0))[0]
+    free = decoding.generate(config, parameters, [[1, 2]], 12, sampling=Sampling(temperature=0.0))[0]
     stop = free[4]
     assert (
-        decoding.generate(config, parameters, [[1, 2]], 12, how=Sampling(temperature=0.0), stop_tokens=[stop])[0]
+        decoding.generate(config, parameters, [[1, 2]], 12, sampling=Sampling(temperature=0.0), stop_tokens=[stop])[0]
         == (free[: free.index(stop)])
     )
 
@@ -148,12 +148,12 @@ def test_rope_runs_past_its_context_and_learned_positions_refuse():
 def test_each_prompt_may_have_its_own_number_of_tokens():
     config, parameters = make("gpt2")
     prompts, limits, greedy = [[1, 2], [3] * 23, [4, 5, 6], [7]], [9, 1, 4, 23], Sampling(temperature=0.0)
-    found = decoding.generate(config, parameters, prompts, limits, how=greedy, rows=2)
+    found = decoding.generate(config, parameters, prompts, limits, sampling=greedy, rows=2)
     assert [len(new) for new in found] == limits
-    beams = decoding.search(config, parameters, prompts[:3], limits[:3], how=decoding.Beams(2), rows=2)
+    beams = decoding.search(config, parameters, prompts[:3], limits[:3], beams=decoding.Beams(2), rows=2)
     assert [len(best.tokens) for (best,) in beams] == limits[:3]
     for prompt, limit, new in zip(prompts, limits, found, strict=True):
-        assert decoding.generate(config, parameters, [prompt], limit, how=greedy) == [new]
+        assert decoding.generate(config, parameters, [prompt], limit, sampling=greedy) == [new]
     for bad in ([9, 1], [9, 1, 4, 0], [9, 1, 4, 24], [9, 2, 4, 23]):
         with pytest.raises(ConfigError, match=r"of all prompts or of each|exceed the 24 learned positions"):
             decoding.generate(config, parameters, prompts, bad)
@@ -175,11 +175,11 @@ def test_experts_with_a_capacity_drop_no_choice_where_a_text_is_written_or_score
 def test_parameters_in_float64(how):
     config = replace(GPT, num_layers=1)
     parameters = init(config, jax.random.key(3))
-    expected = decoding.generate(config, parameters, [[1, 2], [3]], 5, how=Sampling(temperature=0.0))
+    expected = decoding.generate(config, parameters, [[1, 2], [3]], 5, sampling=Sampling(temperature=0.0))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), parameters)
-        found = decoding.generate(config, wide, [[1, 2], [3]], 5, how=how)
-        spoken = decoding.speculate(config, wide, [[1, 2], [3]], 5, how=how, draft=decoding.Lookup())
+        found = decoding.generate(config, wide, [[1, 2], [3]], 5, sampling=how)
+        spoken = decoding.speculate(config, wide, [[1, 2], [3]], 5, sampling=how, draft=decoding.Lookup())
     assert list(map(len, found)) == list(map(len, spoken.tokens)) == [5, 5]
     if how.temperature == 0:
         assert found == spoken.tokens == expected
@@ -224,7 +224,7 @@ def test_greedy_generation_of_a_pair_equals_repeated_forward_passes(name):
     """Sources and prompts of different length, together; each row is what a model that sees it alone finds likeliest."""
     config = PAIRS[name]
     parameters = init(config, jax.random.key(3))
-    outs = decoding.generate(config, parameters, STARTS, 8, sources=SOURCES, how=Sampling(temperature=0.0))
+    outs = decoding.generate(config, parameters, STARTS, 8, sources=SOURCES, sampling=Sampling(temperature=0.0))
     for source, prompt, out in list(zip(SOURCES, STARTS, outs, strict=True))[:2]:
         logits = apply(config, parameters, jnp.array([prompt + out]), source=jnp.array([source])).logits[0]
         assert jnp.argmax(logits[len(prompt) - 1 : -1], axis=-1).tolist() == out
@@ -255,10 +255,10 @@ def test_pairs_need_sources_that_fit():
 PROMPTS = [np.random.default_rng(n).integers(0, V, 1 + 5 * n % 23).tolist() for n in range(13)]
 SERVED = replace(GPT, num_layers=2, positions=Rope(), num_kv_heads=2, context_length=32)
 SETTINGS = {
-    "greedy": dict(how=Sampling(temperature=0.0)),
-    "sampled": dict(how=Sampling(temperature=0.8, top_k=9, top_p=0.95)),
-    "filtered": dict(how=Sampling(), filters=(filters.Repetition(1.3), filters.NoRepeatNgram(2)), stop_tokens=(3,)),
-    "stopped": dict(how=Sampling(), stop=lambda tokens: tokens.index(5) + 1 if 5 in tokens else None),
+    "greedy": dict(sampling=Sampling(temperature=0.0)),
+    "sampled": dict(sampling=Sampling(temperature=0.8, top_k=9, top_p=0.95)),
+    "filtered": dict(sampling=Sampling(), filters=(filters.Repetition(1.3), filters.NoRepeatNgram(2)), stop_tokens=(3,)),
+    "stopped": dict(sampling=Sampling(), stop=lambda tokens: tokens.index(5) + 1 if 5 in tokens else None),
 }
 
 
@@ -299,7 +299,7 @@ def test_a_row_that_is_refilled_continues_its_prompt_as_if_alone(name):
 def test_logits_of_a_row_are_bit_by_bit_those_of_the_prompt_alone():
     """Float32, one device, as many rows, up to 128 slots: neighbours, and who was in the row before, change no bit."""
     parameters, most = init(SERVED, jax.random.key(3)), 12
-    run = partial(decoding.generate, SERVED, parameters, max_tokens=most, how=Sampling(temperature=0.0), rows=4)
+    run = partial(decoding.generate, SERVED, parameters, max_tokens=most, sampling=Sampling(temperature=0.0), rows=4)
     together, alone = [], []
     everything = run(PROMPTS, filters=(recording(together),))
     record = recording(alone)
@@ -310,6 +310,34 @@ def test_logits_of_a_row_are_bit_by_bit_those_of_the_prompt_alone():
     shared = [text for text in alone if text in together]
     assert len(shared) >= 3 * (most - 2)
     assert all(len(together[text]) == 1 and together[text] == alone[text] for text in shared)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("prefix", marks=pytest.mark.thorough), "pair"])
+def test_prompts_of_about_one_length_are_read_in_one_call(name, monkeypatch):
+    """And each is continued as alone; prompts of very different lengths are read one by one."""
+    stack = replace(GPT, masks=(masks.full(),), heads=())
+    config = EncoderDecoder(stack, GPT) if name == "pair" else FAMILIES[name]
+    parameters, rng, rows_read = init(config, jax.random.key(5)), np.random.default_rng(5), []
+    module = sys.modules["jaxformer.decoding.generate"]
+    read = module._read
+
+    def count_and_read(*arguments):
+        rows_read.append(arguments[4].shape[0])
+        return read(*arguments)
+
+    monkeypatch.setattr(module, "_read", count_and_read)
+
+    def continued(prompts):
+        options = {"sources": [[3, 4, len(prompt) % V] for prompt in prompts]} if name == "pair" else {}
+        return decoding.generate(config, parameters, prompts, 5, sampling=Sampling(temperature=0.0), rows=4, **options)
+
+    even = [rng.integers(1, V, length).tolist() for length in (5, 8, 4)]
+    together = continued(even)
+    assert rows_read == [4]
+    assert together == [continued([prompt])[0] for prompt in even]
+    rows_read.clear()
+    assert len(continued([even[0], even[1] * 2, even[2]])) == 3
+    assert rows_read == [1, 1, 1]
 
 
 class Compilations:
@@ -333,7 +361,7 @@ def test_other_prompts_and_settings_compile_nothing():
     def run(prompts, max_tokens, temperature, top_k, top_p, stops, seed):
         how = Sampling(temperature, top_k, top_p)
         decoding.generate(
-            config, parameters, prompts, max_tokens, how=how, filters=(filters.MinP(0.01 * seed),), stop_tokens=stops,
+            config, parameters, prompts, max_tokens, sampling=how, filters=(filters.MinP(0.01 * seed),), stop_tokens=stops,
             key=jax.random.key(seed), rows=4,
         )  # fmt: skip
 
@@ -360,7 +388,7 @@ def test_a_filter_that_makes_no_logits_is_refused_by_its_number(search):
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_stream_gives_the_tokens_of_generate(every):
     parameters, how = init(SERVED, jax.random.key(3)), Sampling(temperature=0.7)
-    options = dict(how=how, key=jax.random.key(2))
+    options = dict(sampling=how, key=jax.random.key(2))
     whole = decoding.generate(SERVED, parameters, [PROMPTS[5]], 11, rows=1, **options)[0]
     parts = list(decoding.stream(SERVED, parameters, PROMPTS[5], 11, every=every, **options))
     assert list(itertools.chain(*parts)) == whole and all(parts) and len(parts) >= 11 // every
@@ -390,7 +418,7 @@ def test_prompts_longer_than_a_piece_are_read_in_pieces(monkeypatch):
     """The same tokens, whatever the length of the pieces; prompts end within, at and behind the end of one."""
     parameters = init(SERVED, jax.random.key(3))
     prompts = [np.random.default_rng(n).integers(0, V, n).tolist() for n in (15, 16, 17, 33, 64)]
-    run = partial(decoding.generate, SERVED, parameters, prompts, 6, how=Sampling(temperature=0.0))
+    run = partial(decoding.generate, SERVED, parameters, prompts, 6, sampling=Sampling(temperature=0.0))
     whole = run()
     monkeypatch.setattr(sys.modules["jaxformer.decoding.generate"], "CHUNK", 16)
     assert run() == whole
@@ -404,10 +432,10 @@ def test_long_prompts_are_read_in_pieces_and_keys_may_have_8_bits(name, monkeypa
     config = replace(config, context_length=64)
     parameters = init(config, jax.random.key(3))
     prompts, greedy = [[7 * i % V for i in range(n)] for n in (37, 5, 20)], Sampling(temperature=0.0)
-    whole = decoding.generate(config, parameters, prompts, 6, how=greedy)
-    assert decoding.generate(config, parameters, prompts, 6, how=greedy, cache_dtype=jnp.int8) == whole
+    whole = decoding.generate(config, parameters, prompts, 6, sampling=greedy)
+    assert decoding.generate(config, parameters, prompts, 6, sampling=greedy, cache_dtype=jnp.int8) == whole
     monkeypatch.setattr(sys.modules["jaxformer.decoding.generate"], "CHUNK", 8)
-    assert decoding.generate(config, parameters, prompts, 6, how=greedy) == whole
+    assert decoding.generate(config, parameters, prompts, 6, sampling=greedy) == whole
 
 
 @pytest.mark.thorough

@@ -42,12 +42,12 @@ def greedy(prompt, image, count):
 def test_images_are_decoded_as_apply_says():
     expected = [greedy(prompt, image, 5) for prompt, image in zip(PROMPTS, IMAGES, strict=True)]
     assert len({tuple(text) for text in expected}) > 2  # images decide
-    found = decoding.generate(PAIR, PARAMS, PROMPTS, 5, sources=list(IMAGES), how=GREEDY, rows=2)
+    found = decoding.generate(PAIR, PARAMS, PROMPTS, 5, sources=list(IMAGES), sampling=GREEDY, rows=2)
     assert found == expected
     assert [
-        token for piece in decoding.stream(PAIR, PARAMS, [1], 5, source=IMAGES[0], how=GREEDY) for token in piece
+        token for piece in decoding.stream(PAIR, PARAMS, [1], 5, source=IMAGES[0], sampling=GREEDY) for token in piece
     ] == expected[0]
-    best = decoding.search(PAIR, PARAMS, PROMPTS, 5, sources=list(IMAGES), how=decoding.Beams(beams=1), rows=2)
+    best = decoding.search(PAIR, PARAMS, PROMPTS, 5, sources=list(IMAGES), beams=decoding.Beams(beams=1), rows=2)
     assert [hypotheses[0].tokens for hypotheses in best] == expected
     assert decoding.contrast(PAIR, PARAMS, PROMPTS, 5, sources=list(IMAGES), k=1, rows=2) == expected
 
@@ -55,7 +55,7 @@ def test_images_are_decoded_as_apply_says():
 @pytest.mark.thorough
 def test_beams_of_images_are_scored_as_apply_says():
     found = decoding.search(
-        PAIR, PARAMS, PROMPTS, 4, sources=list(IMAGES), how=decoding.Beams(beams=3, length_penalty=0.0), rows=4
+        PAIR, PARAMS, PROMPTS, 4, sources=list(IMAGES), beams=decoding.Beams(beams=3, length_penalty=0.0), rows=4
     )
     tokens = [hypotheses[0].tokens for hypotheses in found]
     scores = decoding.score(PAIR, PARAMS, PROMPTS, tokens, sources=list(IMAGES), rows=2)

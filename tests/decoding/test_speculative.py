@@ -48,7 +48,7 @@ forward = jax.jit(models.apply, static_argnums=0)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "alibi" else ()) for n in MODELS])
 def test_greedy_tokens_are_those_of_generate_whatever_the_draft(name):
     config = MODELS[name]
-    params, options = init(config, jax.random.key(3)), dict(how=GREEDY, key=KEY, sources=SOURCES if name == "t5" else None)
+    params, options = init(config, jax.random.key(3)), dict(sampling=GREEDY, key=KEY, sources=SOURCES if name == "t5" else None)
     expected = decoding.generate(config, params, PROMPTS, LIMIT, rows=4, **options)
     good = speculate(config, params, PROMPTS, LIMIT, draft=Draft(config, params), **options)
     assert good.tokens == expected and good.accepted == good.proposed
@@ -97,7 +97,7 @@ def test_tokens_have_the_distribution_of_the_model(kind):
     """Chi-square over 20,000 texts: the first token is that of the prompt, two more come of rounds with rejections."""
     params, prompt, n = init(TINY, jax.random.key(3)), [1, 2, 0, 2, 0, 2], 20_000
     draft = Lookup() if kind == "look-up" else Draft(CHEAP, init(CHEAP, jax.random.key(5)))
-    options = dict(how=Sampling(TEMPERATURE), filters=FILTERS, key=jax.random.key(7), rows=n, ahead=2)
+    options = dict(sampling=Sampling(TEMPERATURE), filters=FILTERS, key=jax.random.key(7), rows=n, ahead=2)
     out = speculate(TINY, params, [prompt] * n, 4, draft=draft, **options)
     assert 0.1 < sum(out.accepted) / sum(out.proposed) < 0.9
     observed, expected = np.bincount(np.array(out.tokens)[:, :3] @ [25, 5, 1], minlength=125), n * exact(params, prompt, 3)
@@ -131,17 +131,17 @@ def test_accepted_tokens_follow_p_for_any_p_and_q():
 def test_the_model_itself_is_always_accepted_and_its_opposite_never():
     params = init(LLAMA, jax.random.key(3))
     run = partial(speculate, LLAMA, params, PROMPTS, LIMIT, key=KEY)
-    own = run(draft=Draft(LLAMA, params), how=Sampling(temperature=0.7))
+    own = run(draft=Draft(LLAMA, params), sampling=Sampling(temperature=0.7))
     assert sum(own.accepted) >= 0.98 * sum(own.proposed) > 0  # two shapes of a product round differently
     opposite = params | {"heads": jax.tree.map(jnp.negative, params["heads"])}
-    other = run(draft=Draft(LLAMA, opposite), how=GREEDY)
-    assert sum(other.accepted) == 0 and other.tokens == run(draft=Draft(LLAMA, params), how=GREEDY).tokens
+    other = run(draft=Draft(LLAMA, opposite), sampling=GREEDY)
+    assert sum(other.accepted) == 0 and other.tokens == run(draft=Draft(LLAMA, params), sampling=GREEDY).tokens
 
 
 @pytest.mark.thorough
 def test_rows_are_what_they_are_alone():
     params = init(LLAMA, jax.random.key(3))
-    run = partial(speculate, LLAMA, params, max_tokens=14, draft=Lookup(), how=Sampling(temperature=0.5), key=KEY, rows=4)
+    run = partial(speculate, LLAMA, params, max_tokens=14, draft=Lookup(), sampling=Sampling(temperature=0.5), key=KEY, rows=4)
     prompts = [*PROMPTS, [1, 2, 3, 1, 2], [5, 5]]
     together = run(prompts)
     for i in range(5):  # the number of a prompt is in its key
@@ -151,7 +151,7 @@ def test_rows_are_what_they_are_alone():
 
 def test_limits_and_stop_tokens_end_a_row_inside_an_accepted_run():
     params = init(LLAMA, jax.random.key(8))
-    run = partial(speculate, LLAMA, params, PROMPTS, draft=Draft(LLAMA, params), how=GREEDY, key=KEY)
+    run = partial(speculate, LLAMA, params, PROMPTS, draft=Draft(LLAMA, params), sampling=GREEDY, key=KEY)
     whole = run(LIMIT).tokens
     assert len(set(whole[0])) > 3
     for limit in range(9, LIMIT, 2):
@@ -179,11 +179,11 @@ def test_look_up_proposes_what_followed_the_longest_match():
 def test_other_numbers_compile_nothing():
     params, key = init(LLAMA, jax.random.key(3)), KEY
     run = partial(speculate, LLAMA, params, draft=Draft(LLAMA, params), key=key)
-    run(PROMPTS, LIMIT, how=GREEDY)
+    run(PROMPTS, LIMIT, sampling=GREEDY)
     size = speculative._run._cache_size()
     for prompts, limit, temperature, stop in (([[4] * 9, [5, 6], [1]], 20, 0.5, [1, 2]), ([[1] * 3] * 4, 15, 1.0, [3])):
         with jax.transfer_guard("disallow"):
-            run(prompts, limit, how=Sampling(temperature), stop_tokens=stop)
+            run(prompts, limit, sampling=Sampling(temperature), stop_tokens=stop)
     assert speculative._run._cache_size() == size
 
 

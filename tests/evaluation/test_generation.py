@@ -10,7 +10,7 @@ from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, Sampling
 from jaxformer.decoding.generate import bucket, open_model
 from jaxformer.errors import ConfigError
-from jaxformer.evaluation.generation import answers, rooms_for
+from jaxformer.evaluation.generation import answers, new_tokens_for
 from jaxformer.models import Alibi, Axial, EncoderDecoder, Learned, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import Rope
 
@@ -28,9 +28,9 @@ def test_a_text_takes_what_positions_are_left(positions, pair):
     config = stack = replace(MODEL, positions=positions)
     if pair:
         config = EncoderDecoder(replace(MODEL, heads=()), stack)
-    room = min(rooms_for(config, 200, PROMPTS))
-    assert room == (5 if positions in LIMITED else 200) and rooms_for(config, 2, PROMPTS) == [2, 2]
-    assert rooms_for(config, 6, PROMPTS) == ([5, 6] if positions in LIMITED else [6, 6])
+    room = min(new_tokens_for(config, 200, PROMPTS))
+    assert room == (5 if positions in LIMITED else 200) and new_tokens_for(config, 2, PROMPTS) == [2, 2]
+    assert new_tokens_for(config, 6, PROMPTS) == ([5, 6] if positions in LIMITED else [6, 6])
     assert bucket(7, stack) == (8 if positions in LIMITED else 16)
     weights = params.abstract(models.spec(config))
     make = lambda more: lambda w: open_model(config, w, PROMPTS, room + more, [[1], [2]] if pair else None).params

@@ -121,7 +121,7 @@ def test_greedy_tokens_are_theirs(name):
     sources = {}
     if isinstance(config, models.EncoderDecoder):
         sources, prompts = {"sources": prompts}, [[golden.config(name)["decoder_start_token_id"]]] * len(prompts)
-    tokens = generate(config, params, prompts, 64, how=Sampling(temperature=0.0), **sources)
+    tokens = generate(config, params, prompts, 64, sampling=Sampling(temperature=0.0), **sources)
     assert tokens == kept["generated"].tolist()
 
 

@@ -57,7 +57,7 @@ def test_the_page_survives_a_kill_runs_on_eight_devices_and_decodes(tmp_path):
 
     prompts, greedy = [[1, 2, 3, 4, 5, 6, 7, 8, 16], [3, 16]], decoding.Sampling(temperature=0.0)
     texts = [
-        decoding.generate(replace(model, attention_implementation=each), run.params, prompts, 6, how=greedy)
+        decoding.generate(replace(model, attention_implementation=each), run.params, prompts, 6, sampling=greedy)
         for each in ("reference", replace(kernel, attention=counted))
     ]
     assert texts[0] == texts[1] and shapes

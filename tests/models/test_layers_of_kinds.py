@@ -223,7 +223,7 @@ def test_layers_of_different_kinds_decode(name):
 def test_a_pattern_generates():
     config = CACHED["attention and Performer"]
     parameters, prompt = random(config), tokens()[0, :3].tolist()
-    [greedy] = decoding.generate(config, parameters, [prompt], 4, how=decoding.Sampling(temperature=0.0))
+    [greedy] = decoding.generate(config, parameters, [prompt], 4, sampling=decoding.Sampling(temperature=0.0))
     # causal, so one forward pass over the result shows what was likeliest at every step
     logits = apply(config, parameters, jnp.asarray([prompt + greedy])).logits[0]
     assert greedy == logits[2:-1].argmax(axis=-1).tolist()

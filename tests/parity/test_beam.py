@@ -93,7 +93,8 @@ def ours(name, prompts, how, steps, stop_tokens, filters=()):
     model, config, params = both(name)
     pair = model.config.is_encoder_decoder
     prompts, sources = ([[START]] * len(prompts), prompts) if pair else (prompts, None)
-    found = decoding.search(config, params, prompts, steps, sources=sources, how=how, filters=filters, stop_tokens=stop_tokens)
+    options = dict(sources=sources, filters=filters, stop_tokens=stop_tokens)
+    found = decoding.search(config, params, prompts, steps, beams=how, **options)
     return [[(text, score) for text, score in row] for row in found]
 
 

@@ -87,7 +87,7 @@ def test_a_text_that_is_read_in_pieces_has_one_rotation(name, monkeypatch):
     config = TURNING[name]
     monkeypatch.setattr(sys.modules["jaxformer.decoding.generate"], "CHUNK", 8)
     prompts = [TEXT[:20], [3], [5, 1, 4, 4, 2, 7, 7], TEXT[:8]]
-    written = generate(config, drawn(config), prompts, 5, how=GREEDY, rows=2)
+    written = generate(config, drawn(config), prompts, 5, sampling=GREEDY, rows=2)
     assert written == [naive(config, prompt, 5) for prompt in prompts]
     close(read_in_pieces(config, TEXT[:20], [8, 8, 4], text_lengths=jnp.array([20])), forward(config, TEXT[:20]))
     # a cache that was not told how long its text is refuses in the one way that a compiled program has
@@ -143,8 +143,8 @@ def test_pieces_longer_than_the_window():
 def test_a_full_ring_takes_tokens_back():
     config = replace(TINY, masks=(causal() & masks.window(4),))
     prompt = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1, 2]  # look-up proposes what followed, and is mostly wrong
-    (greedy,) = generate(config, drawn(config), [prompt], 14, how=GREEDY)
-    drafted = speculate(config, drawn(config), [prompt], 14, draft=Lookup(2), ahead=5, how=GREEDY)
+    (greedy,) = generate(config, drawn(config), [prompt], 14, sampling=GREEDY)
+    drafted = speculate(config, drawn(config), [prompt], 14, draft=Lookup(2), ahead=5, sampling=GREEDY)
     assert drafted.tokens == [greedy]
     assert drafted.accepted[0] < drafted.proposed[0]
 
@@ -156,7 +156,7 @@ def test_a_full_ring_takes_tokens_back():
 @pytest.mark.thorough
 def test_rows_of_unequal_lengths_are_continued_as_alone():
     prompts = [TEXT[:3], TEXT[:17], [4]]
-    together = generate(TINY, drawn(TINY), prompts, 6, how=GREEDY)
+    together = generate(TINY, drawn(TINY), prompts, 6, sampling=GREEDY)
     assert together == [naive(TINY, prompt, 6) for prompt in prompts]
 
 

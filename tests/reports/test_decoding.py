@@ -67,8 +67,8 @@ def kept(some_filter, probabilities):
 def test_a_text_ends_where_filters_leave_no_token():
     """The texts are permutations of the tokens that the prompt does not have; then nothing may follow."""
     once, prompt = [NoRepeatNgram(1)], [0, 1, 0]
-    (greedy,) = generate(TINY, params(), [prompt], 12, how=GREEDY, filters=once)
-    beams = [text.tokens for text in search(TINY, params(), [prompt], 12, how=Beams(3, 3), filters=once)[0]]
+    (greedy,) = generate(TINY, params(), [prompt], 12, sampling=GREEDY, filters=once)
+    beams = [text.tokens for text in search(TINY, params(), [prompt], 12, beams=Beams(3, 3), filters=once)[0]]
     assert len(beams) == 3
     for text in (greedy, *beams):
         assert sorted(text) == [2, 3, 4, 5, 6]
@@ -85,13 +85,13 @@ def test_a_text_ends_where_filters_leave_no_token():
 def test_other_ways_of_decoding_end_where_every_token_is_banned(way):
     """Once each: the first text has used all tokens but 3, 4 and the second none but 1. None is left to a text of all seven."""
     prompts, filters = [[0, 1, 2, 5, 6], [1], [0, 1, 2, 3, 4, 5, 6]], [NoRepeatNgram(1)]
-    expected = generate(TINY, params(), prompts, 9, how=GREEDY, filters=filters)
+    expected = generate(TINY, params(), prompts, 9, sampling=GREEDY, filters=filters)
     assert [len(tokens) for tokens in expected] == [2, 6, 0]
     if way == "contrast":
         found = contrast(TINY, params(), prompts, 9, k=3, alpha=0.0, filters=filters)
     else:
         draft = Lookup() if way == "lookup" else Draft(TINY, params())
-        found = speculate(TINY, params(), prompts, 9, draft=draft, how=GREEDY, filters=filters).tokens
+        found = speculate(TINY, params(), prompts, 9, draft=draft, sampling=GREEDY, filters=filters).tokens
     assert found == expected
 
 
@@ -103,7 +103,7 @@ def test_other_ways_of_decoding_end_where_every_token_is_banned(way):
 def test_a_model_whose_logits_are_not_numbers_writes_no_text():
     broken = jax.tree.map(lambda x: x * jnp.nan, params())
     with pytest.raises(ConfigError, match="NaN"):
-        generate(TINY, broken, [[1, 2]], 4, how=GREEDY)
+        generate(TINY, broken, [[1, 2]], 4, sampling=GREEDY)
     with pytest.raises(ConfigError, match="NaN"):
         search(TINY, broken, [[1, 2]], 4)
 
@@ -412,12 +412,12 @@ def test_a_file_of_prompts_may_begin_with_a_byte_order_mark(tmp_path):
 @pytest.mark.parametrize("array", [np.array, jnp.array])
 def test_prompts_and_stop_tokens_may_be_arrays(as_users_call, array):
     prompts, stops = [[1, 2], [3, 4]], [5]
-    lists = generate(TINY, params(), prompts, 4, how=GREEDY, stop_tokens=stops)
+    lists = generate(TINY, params(), prompts, 4, sampling=GREEDY, stop_tokens=stops)
     for same in (array(prompts), [array(prompt) for prompt in prompts]):
-        assert generate(TINY, params(), same, 4, how=GREEDY, stop_tokens=array(stops)) == lists
+        assert generate(TINY, params(), same, 4, sampling=GREEDY, stop_tokens=array(stops)) == lists
         with pytest.raises(ConfigError, match="stop_tokens: 9 is outside"):  # as many as compile nothing new
             generate(TINY, params(), same, 4, stop_tokens=array([1, 2, 3, 4, 5, 6, 0, 9]))
-    assert generate(TINY, params(), array(prompts), np.array([4, 4]), how=GREEDY, stop_tokens=array(stops)) == lists
+    assert generate(TINY, params(), array(prompts), np.array([4, 4]), sampling=GREEDY, stop_tokens=array(stops)) == lists
 
 
 @pytest.mark.report(
@@ -428,9 +428,9 @@ def test_prompts_and_stop_tokens_may_be_arrays(as_users_call, array):
 def test_every_kind_of_decoding_takes_arrays(as_users_call):
     prompts, stops = [[1, 2], [3, 4]], jnp.array([5])
     for function in (
-        lambda p: search(TINY, params(), p, 3, stop_tokens=stops, how=Beams(2)),
+        lambda p: search(TINY, params(), p, 3, stop_tokens=stops, beams=Beams(2)),
         lambda p: contrast(TINY, params(), p, [3, 2], stop_tokens=stops),
-        lambda p: speculate(TINY, params(), p, [3, 2], draft=Lookup(), stop_tokens=stops, how=GREEDY).tokens,
+        lambda p: speculate(TINY, params(), p, [3, 2], draft=Lookup(), stop_tokens=stops, sampling=GREEDY).tokens,
         lambda p: score(TINY, params(), p, p),
     ):
         assert function(np.array(prompts)) == function(prompts)
@@ -492,7 +492,7 @@ def test_filters_name_tokens_of_the_model(as_users_call):
         with pytest.raises(ConfigError, match=f"filters: number 2: token .* is outside the vocabulary of {V}"):
             generate(TINY, params(), [[1]], 2, filters=[TopK(3), wrong])
     for right in (LogitBias({V - 1: 9.0}), LogitBias(np.zeros(V)), ForcedPrefix([-1, V - 1])):
-        as_filters([right], SimpleNamespace(config=TINY, room=16))
+        as_filters([right], SimpleNamespace(config=TINY, cache_length=16))
 
 
 @pytest.mark.report(
@@ -502,9 +502,9 @@ def test_filters_name_tokens_of_the_model(as_users_call):
 )  # fmt: skip
 @pytest.mark.thorough
 def test_a_draft_may_look_further_than_the_text_goes():
-    plain = generate(TINY, params(), [[1, 2, 1]], 5, how=GREEDY)
+    plain = generate(TINY, params(), [[1, 2, 1]], 5, sampling=GREEDY)
     for draft in (Lookup(), Draft(TINY, params())):
-        assert speculate(TINY, params(), [[1, 2, 1]], 5, draft=draft, ahead=40, how=GREEDY).tokens == plain
+        assert speculate(TINY, params(), [[1, 2, 1]], 5, draft=draft, ahead=40, sampling=GREEDY).tokens == plain
 
 
 @pytest.mark.report(
@@ -540,7 +540,7 @@ class Favours:
     hit="two filters were known by their names, so a filter of the user's could not say it",
 )
 def test_a_filter_says_which_tokens_it_names(as_users_call):
-    model = SimpleNamespace(config=TINY, room=16)
+    model = SimpleNamespace(config=TINY, cache_length=16)
     for number in (Favours(), LogitBias({V: 1.0}), ForcedPrefix([1, V])):
         with pytest.raises(ConfigError, match=r"number 1: token \d is outside the vocabulary of 7"):
             as_filters((number,), model)

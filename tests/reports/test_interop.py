@@ -230,7 +230,7 @@ def test_a_marian_writes_no_pads(tmp_path):
     families.save(tmp_path / "a", banned)
     loaded = families.load(tmp_path / "a")
     greedy = decoding.Sampling(temperature=0.0)
-    options = dict(sources=[[5, 6, 7]], how=greedy, **loaded.decoding())
+    options = dict(sources=[[5, 6, 7]], sampling=greedy, **loaded.decoding())
     (text,) = decoding.generate(loaded.config, loaded.params, [[pad]], 5, **options)
     assert pad not in text
 

@@ -56,7 +56,7 @@ def best(size, score):
 
 
 def found(how, prompts=(PROMPT,), **options):
-    return search(TINY, params(), [*prompts], LIMIT, how=how, stop_tokens=[STOP], **options)
+    return search(TINY, params(), [*prompts], LIMIT, beams=how, stop_tokens=[STOP], **options)
 
 
 @pytest.mark.report(
@@ -95,9 +95,9 @@ def test_length_penalties_of_any_size_order_by_the_score():
 @pytest.mark.thorough
 def test_a_list_of_texts_has_no_copies():
     for how, stop in ((Beams(4, 4), [3, 4]), (Beams(4, 4, groups=2, diversity=0.05), [4])):
-        texts = [tuple(text.tokens) for text in search(TINY, params(), [PROMPT], 4, how=how, stop_tokens=stop)[0]]
+        texts = [tuple(text.tokens) for text in search(TINY, params(), [PROMPT], 4, beams=how, stop_tokens=stop)[0]]
         assert len(texts) == len(set(texts)) > 1
-    two = search(TINY, params(), [PROMPT], 4, how=Beams(4, 4), stop_tokens=[3, 4])[0]
+    two = search(TINY, params(), [PROMPT], 4, beams=Beams(4, 4), stop_tokens=[3, 4])[0]
     scores = [text.score for text in two]
     assert scores == sorted(scores, reverse=True)
 
@@ -175,12 +175,12 @@ def test_contrastive_search_of_a_batch_is_that_of_each_row():
 )  # fmt: skip
 @pytest.mark.thorough
 def test_the_model_as_its_own_draft_is_accepted():
-    (greedy,) = generate(TINY, params(), [PROMPT], 16, how=GREEDY)
-    own = speculate(TINY, params(), [PROMPT], 16, draft=Draft(TINY, params()), ahead=3, how=GREEDY)
+    (greedy,) = generate(TINY, params(), [PROMPT], 16, sampling=GREEDY)
+    own = speculate(TINY, params(), [PROMPT], 16, draft=Draft(TINY, params()), ahead=3, sampling=GREEDY)
     assert own.tokens == [greedy]
     assert own.accepted == own.proposed and own.proposed[0] > 0
     other = models.init(TINY, jax.random.key(9))  # most of its tokens are taken back
-    poor = speculate(TINY, params(), [PROMPT], 16, draft=Draft(TINY, other), ahead=3, how=GREEDY)
+    poor = speculate(TINY, params(), [PROMPT], 16, draft=Draft(TINY, other), ahead=3, sampling=GREEDY)
     assert poor.tokens == [greedy]
 
 
@@ -226,7 +226,8 @@ def test_a_stop_token_in_the_prompt_ends_nothing():
     prompt = [STOP, 1, STOP, 2, STOP]
     texts = found(Beams(4, 4, length_penalty=0.0), [prompt])[0]
     assert len(texts) == 4 and any(text.tokens for text in texts)
-    assert generate(TINY, params(), [prompt], 3, how=GREEDY) == [generate(TINY, params(), [prompt], 6, how=GREEDY)[0][:3]]
+    (whole,) = generate(TINY, params(), [prompt], 6, sampling=GREEDY)
+    assert generate(TINY, params(), [prompt], 3, sampling=GREEDY) == [whole[:3]]
 
 
 @pytest.mark.report(

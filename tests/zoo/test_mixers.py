@@ -180,7 +180,7 @@ def test_cached_pieces_equal_the_forward_pass(name):
 def test_greedy_generation_equals_forward_passes_for_ragged_prompts(name):
     config = SYSTEMS[name]
     prompts, new = [[1, 2, 3, 4, 5], [7], [4] * 8], 8
-    outs = decoding.generate(config, parameters(config), prompts, new, how=Sampling(temperature=0.0))
+    outs = decoding.generate(config, parameters(config), prompts, new, sampling=Sampling(temperature=0.0))
     rows = [prompt + out for prompt, out in zip(prompts, outs, strict=True)]
     tokens, ids = (np.array([r + [0] * (T - len(r)) for r in x]) for x in (rows, [[1] * len(r) for r in rows]))
     likeliest = run(config, parameters(config), tokens, ids).argmax(axis=-1)

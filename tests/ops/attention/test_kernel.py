@@ -409,7 +409,11 @@ def test_the_prompt_of_a_decoding_calls_it_and_the_texts_are_those_of_the_refere
     params = models.init(MODEL, jax.random.key(0))
     texts = [
         decoding.generate(
-            replace(MODEL, attention_implementation=each), params, [[1, 2, 3], [4]], 4, how=decoding.Sampling(temperature=0.0)
+            replace(MODEL, attention_implementation=each),
+            params,
+            [[1, 2, 3], [4]],
+            4,
+            sampling=decoding.Sampling(temperature=0.0),
         )
         for each in ("reference", kernel)
     ]
