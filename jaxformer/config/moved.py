@@ -52,6 +52,9 @@ NAMES = {
     "jaxformer.models.embedding.norm_spec": "jaxformer.models.norm",
     "jaxformer.models.stacks.scan.unstacked": "jaxformer.models.stacks.layout",
     "jaxformer.models.stacks.scan.init_state": "jaxformer.models.stacks.layout",
+    "jaxformer.models.stacks.scan.Row": "jaxformer.models.stacks.scan",
+    "jaxformer.models.stacks.scan.rows_of_pattern": "jaxformer.models.stacks.scan",
+    "jaxformer.models.stacks.layout.turns": "jaxformer.models.stacks.layout",
     "jaxformer.ops.dropout.kept": "jaxformer.ops.dropout",
     "jaxformer.ops.einsum.StoredWeight": "jaxformer.ops.stored_weight",
     "jaxformer.ops.einsum.to_int8": "jaxformer.ops.stored_weight",
@@ -152,6 +155,9 @@ NAMES = {
 }
 # their names now, where these are others
 RENAMED = {
+    "jaxformer.models.stacks.scan.Row": "LayerInputs",
+    "jaxformer.models.stacks.scan.rows_of_pattern": "inputs_of_pattern",
+    "jaxformer.models.stacks.layout.turns": "as_pattern",
     "jaxformer.ops.dropout.kept": "keep_mask",
     "jaxformer.training.metrics.numbers": "as_numbers",
     "jaxformer.ops.linear_attention": "attention",

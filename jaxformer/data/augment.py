@@ -73,8 +73,8 @@ class ResizedCrop:
         area, ratio, *corner = jax.random.uniform(key, (4,))
         area = size.prod() * (self.area[0] + area * (self.area[1] - self.area[0]))
         ratio = self.ratio[0] * (self.ratio[1] / self.ratio[0]) ** ratio
-        part = jnp.minimum(jnp.sqrt(jnp.stack([area / ratio, area * ratio])), size)
-        scale, corner = size / part, jnp.stack(corner) * (size - part)
+        crop = jnp.minimum(jnp.sqrt(jnp.stack([area / ratio, area * ratio])), size)
+        scale, corner = size / crop, jnp.stack(corner) * (size - crop)
         return jax.image.scale_and_translate(image, image.shape, (0, 1), scale, -corner * scale, "linear")
 
 
@@ -89,12 +89,12 @@ class Move:
         check_numbers("Move.", self, degrees=0, pixels=0)
 
     def __call__(self, key: Array, image: Image) -> Image:
-        turn, *shift = jax.random.uniform(key, (3,), minval=-1.0)
-        angle = turn * jnp.deg2rad(self.degrees)
+        rotation, *shift = jax.random.uniform(key, (3,), minval=-1.0)
+        angle = rotation * jnp.deg2rad(self.degrees)
         line, column = (jnp.arange(n) - (n - 1) / 2 for n in image.shape[:2])
         line, column = jnp.meshgrid(line - shift[0] * self.pixels, column - shift[1] * self.pixels, indexing="ij")
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         middle = [(n - 1) / 2 for n in image.shape[:2]]
-        places = [cos * line - sin * column + middle[0], sin * line + cos * column + middle[1]]
-        read = partial(jax.scipy.ndimage.map_coordinates, coordinates=places, order=1)
+        coordinates = [cos * line - sin * column + middle[0], sin * line + cos * column + middle[1]]
+        read = partial(jax.scipy.ndimage.map_coordinates, coordinates=coordinates, order=1)
         return jax.vmap(read, in_axes=-1, out_axes=-1)(image)

@@ -59,7 +59,7 @@ def batch_of_state(split: Callable, params: Any, key: Any, step: int, batch_size
 
 
 def checked_batch(batch: Any, batch_size: int) -> dict[str, Any]:
-    """A batch that a function of the user's made. Raises ConfigError for what is no dict of arrays of `batch_size` rows."""
+    """A batch that the user's function made. Raises ConfigError unless it is a dict of arrays of `batch_size` rows."""
     if not isinstance(batch, Mapping) or not batch:
         raise ConfigError(f"data: the training split returned {_short(batch)}; expected {FORM}")
     for name, value in batch.items():
@@ -118,23 +118,23 @@ def order_changed(split: Any) -> bool:
     """Whether the order of this split is another one under another `ORDER`: it is a large one."""
     if reads_state(split):
         return False
-    if parts := getattr(split, "splits", None):  # a mixture orders each of its parts
-        return any(len(part) > LARGEST_TABLE for part in parts)
+    if splits := getattr(split, "splits", None):  # a mixture orders each of its parts
+        return any(len(each) > LARGEST_TABLE for each in splits)
     return getattr(split, "batch_indices", None) is None and len(split) > LARGEST_TABLE
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """The indices below n at these places of an endless order, in which each epoch of n places is another permutation.
+    """The indices below n at these positions of an endless order, in which each epoch of n is another permutation.
 
-    A pure function of (seed, place): each index comes exactly once an epoch.
+    A pure function of (seed, position): each index comes exactly once an epoch.
     """
     positions = np.asarray(positions)
     epochs = positions // n
     permute = _looked_up if n <= LARGEST_TABLE else scattered
     indices = np.zeros(positions.shape, np.int64)
     for epoch in np.unique(epochs):
-        rows = epochs == epoch
-        indices[rows] = permute(positions[rows] % n, n, (seed, int(epoch)))
+        in_epoch = epochs == epoch
+        indices[in_epoch] = permute(positions[in_epoch] % n, n, (seed, int(epoch)))
     return indices
 
 
@@ -182,7 +182,7 @@ def _mixed_bits(values: np.ndarray, key: np.uint64) -> np.ndarray:
 class ValidationBatches:
     """The split once, in order, as batches [B, ...]. Rows of weight 0 fill the last batch. `rows` as in `batches`.
 
-    Weights are [B, ...], of tokens or of examples. `examples`: only the first so many of the split.
+    Weights are [B, ...], of tokens or of examples. `examples`: only the first `examples` of the split.
     """
 
     def __init__(self, split: Any, batch_size: int, rows: np.ndarray | None = None, examples: int | None = None):
@@ -201,8 +201,8 @@ class ValidationBatches:
             advice = "give each example `weights`: 1.0, or 0.0 for what no score counts"
             raise ConfigError(f"data: an example of the validation split has {names}, and no 'weights'; {advice}")
         weights = np.asarray(batch["weights"])
-        real = (indices < self.examples).reshape(-1, *(1,) * (weights.ndim - 1))
-        return batch | {"weights": np.where(real, weights, 0).astype(np.float32)}
+        is_example = (indices < self.examples).reshape(-1, *(1,) * (weights.ndim - 1))
+        return batch | {"weights": np.where(is_example, weights, 0).astype(np.float32)}
 
 
 class BadBatch(RuntimeError):
@@ -241,8 +241,8 @@ def _is_readable(split: Any, index: int) -> bool:
 def _take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
     if hasattr(split, "take_rows"):
         return split.take_rows(indices)
-    rows = [split[int(index)] for index in indices]
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    examples = [split[int(index)] for index in indices]
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
 
 def unigram_entropy(dataset: sources.Dataset) -> float | None:

@@ -149,7 +149,7 @@ def _tokenizer(config: Corpus, folder: Path, group: Any) -> Any:
 
 
 def _learn_tokenizer(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE:
-    """Byte pairs from the cache, or learned from a sample and kept there."""
+    """Byte pairs from the cache, or learned from a sample and stored there."""
     held_out = config.validation_fraction if config.validation is None else 0.0
 
     def learn() -> str:
@@ -167,21 +167,21 @@ def _learn_tokenizer(config: Corpus, folder: Path, group: Any) -> tokenizers.BPE
 
 def _sample(path: str, field: str, held_out: float) -> Iterator[str]:
     """The beginnings of up to 64 parts, evenly spaced, without the last fraction `held_out` of all characters."""
-    groups, most = group_parts(path), SAMPLE
+    groups, limit = group_parts(path), SAMPLE
 
     def texts(group):
         return (text for text, _, _ in read_documents(group, field, Problems("skip")))
 
     if len(groups) == 1:  # it holds the last ones too
-        most = min(most, int((1 - held_out) * sum(map(len, texts(groups[0])))))
+        limit = min(limit, int((1 - held_out) * sum(map(len, texts(groups[0])))))
     else:
         groups = groups[: max(1, int(len(groups) * (1 - held_out)))]
         groups = groups[:: -(-len(groups) // 64)]
     for group in groups:
-        left = most // len(groups)
+        remaining = limit // len(groups)
         for text in texts(group):
-            yield text[:left]
-            if (left := left - len(text)) <= 0:
+            yield text[:remaining]
+            if (remaining := remaining - len(text)) <= 0:
                 break
 
 
@@ -275,10 +275,14 @@ class _Progress:
         return Index(tokens, documents, size, digest, dict(counts), first, shards=shards)
 
     def __str__(self) -> str:
-        left, total, seconds = len(self.missing()), self.total(), time.monotonic() - self.start
-        rest = f"{seconds * left / (self.left - left):,.0f} s left" if left < self.left else "time left not known yet"
+        parts_left, total, seconds = len(self.missing()), self.total(), time.monotonic() - self.start
+        rest = (
+            f"{seconds * parts_left / (self.left - parts_left):,.0f} s left"
+            if parts_left < self.left
+            else "time left not known yet"
+        )
         speed = f"{total.bytes / 1e6:,.0f} MB, {(total.bytes - self.bytes) / 1e6 / seconds:,.1f} MB/s"
-        return f"{self.parts - left} of {self.parts} parts, {total.documents:,} documents, {speed}, {rest}"
+        return f"{self.parts - parts_left} of {self.parts} parts, {total.documents:,} documents, {speed}, {rest}"
 
 
 def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress: _Progress) -> None:

@@ -56,9 +56,9 @@ class Digits:
             raise ConfigError(f"data.validation_examples={self.validation_examples}: must be from 1 to {len(labels) - 1}")
         _check_labels(model, labels, "digits of scikit-learn: image {}".format, Problems())
         images, order = (pixels / 16).reshape(-1, 8, 8, 1), np.random.default_rng(self.seed).permutation(len(labels))
-        parts = order[self.validation_examples :], order[: self.validation_examples]
-        train, validation = (Split(labels[part], partial(_scale, images[part], (0.0, 1.0))) for part in parts)
-        digest = hashlib.sha256(b"".join([images.tobytes(), labels.tobytes(), order.tobytes(), bytes(len(parts[1]))]))
+        indices = order[self.validation_examples :], order[: self.validation_examples]
+        train, validation = (Split(labels[selection], partial(_scale, images[selection], (0.0, 1.0))) for selection in indices)
+        digest = hashlib.sha256(b"".join([images.tobytes(), labels.tobytes(), order.tobytes(), bytes(len(indices[1]))]))
         description = f"digits of scikit-learn: {len(train):,} and {len(validation):,} images"
         return Dataset(train, validation, digest.hexdigest(), description)
 
@@ -97,9 +97,11 @@ class Images:
             splits.append(split)
             digest.update(content)
         train, validation = splits
-        left = "".join(map(_left_out, (self.train, self.validation)))
+        left_out = "".join(map(_left_out, (self.train, self.validation)))
         sizes = f"{len(train):,} and {len(validation):,} images of {self.image[0]} x {self.image[1]}"
-        return Dataset(train, validation, digest.hexdigest(), f"{self.train} and {self.validation}: {sizes}{problems}{left}")
+        return Dataset(
+            train, validation, digest.hexdigest(), f"{self.train} and {self.validation}: {sizes}{problems}{left_out}"
+        )
 
 
 def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tuple[Split, bytes]:
@@ -120,9 +122,9 @@ def _open_array(config: Images, path: str, model: Any, problems: Problems) -> tu
     if images.dtype.kind == "f" and not (images.min(initial=0) >= 0 and images.max(initial=0) <= 1):  # or NaN
         limits = f"images from {images.min():g} to {images.max():g}"
         raise ConfigError(f"data: {path}: {limits}; expected bytes, or floats from 0 to 1")
-    good = _check_labels(model, labels, lambda index: f"{path}: image {index}", problems)
+    is_class = _check_labels(model, labels, lambda index: f"{path}: image {index}", problems)
     content = hashlib.sha256(images.tobytes() + labels.tobytes()).digest()
-    return Split(labels[good], partial(_scale, images[good], config.values)), content
+    return Split(labels[is_class], partial(_scale, images[is_class], config.values)), content
 
 
 def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> tuple[Split, bytes]:
@@ -139,7 +141,7 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
     number = {name: i for i, name in enumerate(_class_names(config.train))}
     files = [file for file in _visible(path) if file.suffix.lower() in ENDINGS]
     labels = np.array([number.get(file.parent.name, -1) for file in files], np.int32)
-    good = _check_labels(model, labels, lambda index: str(files[index]), problems)
+    is_class = _check_labels(model, labels, lambda index: str(files[index]), problems)
 
     def problem_of(file: Path) -> str | None:  # by its first bytes: decoding a million files would take an hour
         try:
@@ -154,11 +156,11 @@ def _open_folder(config: Images, path: str, model: Any, problems: Problems) -> t
         for index, problem in enumerate(pool.map(problem_of, files)):
             if problem:
                 problems.add(str(files[index]), "not readable", problem)
-                good[index] = False
+                is_class[index] = False
     sizes = [file.stat().st_size if file.is_file() else "no file" for file in files]
     content = "".join(f"{file.relative_to(path)} {size}\n" for file, size in zip(files, sizes, strict=True)).encode()
-    files = list(itertools.compress(files, good))
-    return Split(labels[good], partial(_decode, config, files, set())), content
+    files = list(itertools.compress(files, is_class))
+    return Split(labels[is_class], partial(_decode, config, files, set())), content
 
 
 def _visible(folder: str) -> list[Path]:
@@ -167,7 +169,7 @@ def _visible(folder: str) -> list[Path]:
 
 
 def _is_hidden(path: Path, folder: str) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return any(name.startswith(".") for name in path.relative_to(folder).parts)
 
 
 def _class_names(folder: str) -> list[str]:
@@ -194,19 +196,19 @@ def _left_out(folder: str) -> str:
 def _check_labels(model: Any, labels: np.ndarray, place: Callable[[int], str], problems: Problems) -> np.ndarray:
     """Which labels are classes of the model's first head, if it has classes; the others are problems."""
     classes = getattr(next(iter(getattr(model, "heads", ())), None), "classes", None) or np.inf
-    good = (labels >= 0) & (labels < classes)
-    for index in np.flatnonzero(~good):
+    is_class = (labels >= 0) & (labels < classes)
+    for index in np.flatnonzero(~is_class):
         problems.add(
             place(int(index)), "of no class of the model", f" (label {labels[index]}; model.heads has {classes} classes)"
         )
-    return good
+    return is_class
 
 
 def _scale(images: np.ndarray, values: tuple[float, float], indices: Any = ...) -> tuple[np.ndarray, np.ndarray]:
     """(images between `values`, weights of 1) from bytes or numbers from 0 to 1."""
-    rows, (low, high) = images[indices], values
-    share = (high - low) / (255 if rows.dtype == np.uint8 else 1)
-    return rows.astype(np.float32) * np.float32(share) + np.float32(low), np.ones(len(rows))
+    batch, (low, high) = images[indices], values
+    share = (high - low) / (255 if batch.dtype == np.uint8 else 1)
+    return batch.astype(np.float32) * np.float32(share) + np.float32(low), np.ones(len(batch))
 
 
 def _on_white(image: Any) -> Any:

@@ -70,18 +70,18 @@ def open_labelled(config: Labelled, length: int, classes: int) -> Dataset:
     if config.first_token is not None and config.first_token < 0:
         raise ConfigError(f"data.first_token={config.first_token}: expected the id of a token, or None")
     problems, paths = Problems(config.bad_rows), [os.path.expanduser(path) for path in (config.train, config.validation)]
-    rows = [list(_rows(config, path, problems)) for path in paths]
+    examples_of_files = [list(_examples(config, path, problems)) for path in paths]
     if isinstance(config.labels, str):
         raise ConfigError(f"data.labels={config.labels!r}: its letters would be the classes; give a tuple of names")
-    names = list(config.labels) or _names(label for _, _, label in rows[0])
+    names = list(config.labels) or _names(label for _, _, label in examples_of_files[0])
     if len(set(names)) < len(names):
         raise ConfigError(f"data.labels={config.labels}: each class needs a name of its own")
-    tokenizer = tokenizers.by_name(config.tokenizer, config.vocab_size, (text for _, text, _ in rows[0]))
+    tokenizer = tokenizers.by_name(config.tokenizer, config.vocab_size, (text for _, text, _ in examples_of_files[0]))
     splits = []
     front = [] if config.first_token is None else [config.first_token]
-    for path, part in zip(paths, rows, strict=True):
+    for path, examples in zip(paths, examples_of_files, strict=True):
         split = LabelledTexts([], [], length)
-        for place, text, label in part:
+        for place, text, label in examples:
             number = _number(label, names, bool(config.labels))
             try:
                 tokens = np.array([*front, *tokenizer.encode(text)], np.int32)
@@ -123,16 +123,16 @@ def _names(labels: Iterator[Any]) -> list[str]:
     return names
 
 
-def _number(label: Any, names: list[str], given: bool) -> int | None:
-    """The class of a label; None if it has none. A number is a name's place only where the names are `given` by the user."""
+def _number(label: Any, names: list[str], named_by_user: bool) -> int | None:
+    """The class of a label; None if it has none. A number counts into the names only where the user gave them."""
     if isinstance(label, str):
         return names.index(label) if label in names else None
     if isinstance(label, float) and label.is_integer():  # pandas makes 1.0 of 1 beside missing values
         label = int(label)
-    return label if isinstance(label, int) and (given or not names) else None
+    return label if isinstance(label, int) and (named_by_user or not names) else None
 
 
-def _rows(config: Labelled, path: str, problems: Problems) -> Iterator[tuple[str, str, Any]]:
+def _examples(config: Labelled, path: str, problems: Problems) -> Iterator[tuple[str, str, Any]]:
     """(place, text, label) of the rows that have a text."""
     for place, (text, label) in records(path, (config.text, config.label), problems):
         label = label.strip() if isinstance(label, str) else label

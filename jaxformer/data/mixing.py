@@ -45,18 +45,18 @@ class Mixture:
 
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The examples at `indices` [B], each from its split."""
-        sources, parts, rows = np.searchsorted(self.ends, indices, side="right"), [], []
+        sources, batches, selections = np.searchsorted(self.ends, indices, side="right"), [], []
         for source in np.unique(sources):
-            rows.append(np.flatnonzero(sources == source))
+            selections.append(np.flatnonzero(sources == source))
             first = self.ends[source] - len(self.splits[source])
-            parts.append(batching.take_rows(self.splits[source], np.asarray(indices)[rows[-1]] - first))
+            batches.append(batching.take_rows(self.splits[source], np.asarray(indices)[selections[-1]] - first))
         if self.end_of_text is not None:  # each batch has the same arrays; a text without documents has no control tokens
-            parts = [{"control_tokens": np.zeros(part["tokens"].shape, bool)} | part for part in parts]
-        order = np.argsort(np.concatenate(rows))
-        return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
+            batches = [{"control_tokens": np.zeros(batch["tokens"].shape, bool)} | batch for batch in batches]
+        order = np.argsort(np.concatenate(selections))
+        return {name: np.concatenate([batch[name] for batch in batches])[order] for name in batches[0]}
 
     def batch_indices(self, seed: int, batch_size: int) -> "Order":
-        """[step] -> the indices of a batch: each split gives its next ones, in epochs of its own order."""
+        """[step] -> the indices of a batch: each split gives its next examples, in epochs of its own order."""
         seeds = np.random.SeedSequence(seed).generate_state(len(self.splits)).tolist()
         lengths = [len(split) for split in self.splits]
         return Order(lengths, seeds, [0, *self.ends[:-1].tolist()], self.shares, batch_size)
@@ -74,25 +74,25 @@ class Order:
 
     def __getitem__(self, step: int) -> np.ndarray:
         positions = step * self.batch_size + np.arange(self.batch_size + 1)
-        counts = before(positions, self.shares)
+        counts = count_before(positions, self.shares)
         sources = np.argmax(np.diff(counts), axis=0)
         indices = np.zeros(self.batch_size, np.int64)
         for k in np.unique(sources):
-            rows = np.flatnonzero(sources == k)
-            indices[rows] = self.firsts[k] + batching.shuffled(counts[k, rows], self.lengths[k], self.seeds[k])
+            selection = np.flatnonzero(sources == k)
+            indices[selection] = self.firsts[k] + batching.shuffled(counts[k, selection], self.lengths[k], self.seeds[k])
         return indices
 
 
-def before(positions: np.ndarray, shares: Sequence[int]) -> np.ndarray:
-    """How many of the first p examples are of each source: [K, len(positions)], for every p within K of its exact share.
+def count_before(positions: np.ndarray, shares: Sequence[int]) -> np.ndarray:
+    """The number of each source's examples among the first p: [K, len(positions)], for every p within K of its exact share.
 
-    The first source takes floor(p s / S + 1/2) of p places, and the others share what is left in the same way.
+    The first source takes floor(p s / S + 1/2) of p examples, and the others share the rest in the same way.
     """
-    places, counts = positions.astype(np.int64), []
+    remaining, counts = positions.astype(np.int64), []
     for k, share in enumerate(shares):
         total = sum(shares[k:])
-        counts.append((2 * places * share + total) // (2 * total))
-        places = places - counts[-1]
+        counts.append((2 * remaining * share + total) // (2 * total))
+        remaining = remaining - counts[-1]
     return np.stack(counts)
 
 

@@ -36,9 +36,9 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Several pairs in a row, one after another, each of which sees only itself: a precomputed index of rows.
+    """Several pairs in a batch row, one after another; each sees only itself. The rows are planned in advance.
 
-    Pairs are taken in a random order, and each goes into the first of `open_rows` that has room.
+    Pairs are taken in a random order. Each goes into the first of `open_rows` that is long enough.
     """
 
     open_rows: int = 64  # rows that are filled at a time
@@ -48,24 +48,24 @@ class Packed:
             raise ConfigError(f"data: Packed(open_rows={self.open_rows}): must be at least 1")
 
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
-        rows: list[list[int]] = []
-        open_rows: list[tuple[int, list[int]]] = []  # (number, room left of the source and of the target)
-        for number in np.random.default_rng(0).permutation(len(examples)).tolist():
-            s, t = len(examples[number].source), len(examples[number].tokens)
-            place = next(((row, room) for row, room in open_rows if s <= room[0] and t <= room[1]), None)
-            if place is None:
-                place = len(rows), list(lengths)
-                rows.append([])
-                open_rows = [*open_rows, place][-self.open_rows :]
-            row, room = place
-            rows[row].append(number)
-            room[:] = room[0] - s, room[1] - t
-        return Rows(examples, rows, [lengths])
+        members: list[list[int]] = []
+        open_rows: list[tuple[int, list[int]]] = []  # (number, free tokens of the source and of the target)
+        for pair in np.random.default_rng(0).permutation(len(examples)).tolist():
+            s, t = len(examples[pair].source), len(examples[pair].tokens)
+            open_row = next(((row, free) for row, free in open_rows if s <= free[0] and t <= free[1]), None)
+            if open_row is None:
+                open_row = len(members), list(lengths)
+                members.append([])
+                open_rows = [*open_rows, open_row][-self.open_rows :]
+            row, free = open_row
+            members[row].append(pair)
+            free[:] = free[0] - s, free[1] - t
+        return Rows(examples, members, [lengths])
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """One pair in a row; a batch holds pairs of about one length, padded to the first of `lengths` that fits all.
+    """One pair in a batch row; a batch holds pairs of about one length, padded to the first of `lengths` that fits all.
 
     The model's own lengths are always among them. A program is compiled for each length.
     """
@@ -126,8 +126,8 @@ class Rows:
 
     def padding(self) -> float:
         """The share of padding in the rows, of sources and targets together."""
-        room = sum(sum(self.shape([row])) for row in range(len(self)))
-        return 1 - sum(len(example.source) + len(example.tokens) for example in self.examples) / room
+        capacity = sum(sum(self.shape([row])) for row in range(len(self)))
+        return 1 - sum(len(example.source) + len(example.tokens) for example in self.examples) / capacity
 
 
 class Batches:
@@ -226,10 +226,10 @@ def open_pairs(
     if start is not None and (start < 0 or encoder is None):
         raise ConfigError(f"data.start={start}: expected the id of a token, and a model with an encoder; or None")
     splits = []
-    for part, pairs in (("training", train), ("validation", validation)):
+    for split_name, pairs in (("training", train), ("validation", validation)):
         splits.append(list(_encode(pairs, tokenizer, lengths, problems, start)))
         if not splits[-1]:
-            raise ConfigError(f"data: {name}: no {part} pair fits the model's {lengths} tokens{problems}")
+            raise ConfigError(f"data: {name}: no {split_name} pair fits the model's {lengths} tokens{problems}")
     train_examples, validation_examples = ([example for _, example in split] for split in splits)
     train_rows, packed = rows(train_examples, lengths), Packed()(validation_examples, lengths)
     questions = [question(model, tokenizer, pair.source, pair.target, start) for pair, _ in splits[1]]
@@ -285,9 +285,9 @@ def _encode(
         text = np.concatenate([source if one_text else front, labels])
         weights = (np.arange(len(text) - 1) >= (len(source) - 1 if one_text else 0)).astype(np.int32)
         example = Example(text[:-1], text[1:], weights, source[:0] if one_text else source)
-        for name, tokens, most in (("source", example.source, lengths[0]), ("target", example.tokens, lengths[1])):
-            if len(tokens) > most:
-                problems.add(pair.place, f"{name} longer than the model's {most} tokens", f" ({len(tokens)})")
+        for name, tokens, limit in (("source", example.source, lengths[0]), ("target", example.tokens, lengths[1])):
+            if len(tokens) > limit:
+                problems.add(pair.place, f"{name} longer than the model's {limit} tokens", f" ({len(tokens)})")
                 break
         else:
             yield pair, example

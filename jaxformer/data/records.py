@@ -1,4 +1,4 @@
-"""Rows of files: lines of text, JSONL, Parquet and Hugging Face data sets. A bad row is skipped and counted, or refused."""
+"""Records of files: lines of text, JSONL, Parquet, Hugging Face data sets. A bad record is skipped and counted, or refused."""
 
 import codecs
 import functools
@@ -30,14 +30,14 @@ def paths_as_text(config: Any, *names: str) -> None:
 
 @dataclass
 class Problems:
-    """What is wrong with rows: refused at once ("error"), or counted by kind with the place of the first ("skip")."""
+    """Bad records: refused at once ("error"), or counted by kind with the place of the first ("skip")."""
 
     policy: Policy = "error"
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, place: object, kind: str, detail: str = "") -> None:
-        """Raises ConfigError under "error". `kind` is what is counted: the same words for all rows of that kind."""
+        """Raises ConfigError under "error". The count is by `kind`: the same words for all records of that kind."""
         if self.policy == "error":
             raise ConfigError(f"{place}: {kind}{detail}; mend it, or leave such rows out with --data.bad-rows=skip")
         self.counts[kind] = self.counts.get(kind, 0) + 1
@@ -133,16 +133,16 @@ def lines(path: str, problems: Problems, part: Part = Part()) -> Iterator[tuple[
 def records(
     path: str, fields: Sequence[str], problems: Problems, part: Part = Part(), stream: "Stream | None" = None
 ) -> Iterator[tuple[Any, list[Any]]]:
-    """(place, the values of `fields`) for each row of a .jsonl or .parquet file or of hf:NAME[,CONFIG]#SPLIT.
+    """(place, the values of `fields`) for each record of a .jsonl or .parquet file or of hf:NAME[,CONFIG]#SPLIT.
 
     A field may lie deeper: "translation.de". Hugging Face data sets are streamed, from `stream` if there is one. Raises
     ConfigError for what cannot be read.
     """
-    for place, row in _rows(path, fields, problems, part, stream):
-        values = [_value(row, name) for name in fields]
+    for place, record in _read_records(path, fields, problems, part, stream):
+        values = [_value(record, name) for name in fields]
         missing = [name for name, value in zip(fields, values, strict=True) if value is None]
         if missing:
-            names = list(row) if isinstance(row, dict) else []
+            names = list(record) if isinstance(record, dict) else []
             hint = " (it is null)" if missing[0] in names else did_you_mean(missing[0], names)
             problems.add(place, f"no field {missing[0]!r}", hint)
         else:
@@ -150,31 +150,33 @@ def records(
 
 
 class Stream:
-    """(place, row) for the rows of a Hugging Face data set, or for some of its shards. From `state()` another goes on."""
+    """(place, record) for the records of a Hugging Face data set, or of some of its shards. `state()` lets another continue."""
 
     def __init__(self, path: str, part: Part = Part(), state: dict[str, Any] | None = None):
-        self._rows, self._name, self._number = _hugging_face(path), path, 0
+        self._records, self._name, self._number = _hugging_face(path), path, 0
         if part.stop is not None:
-            self._rows = self._rows.shard(num_shards=self._rows.num_shards, index=part.start)
+            self._records = self._records.shard(num_shards=self._records.num_shards, index=part.start)
             self._name = f"{path} shard {part.start}"
         if state is not None:
             self._number = state["number"]
-            self._rows.load_state_dict(state["rows"])
+            self._records.load_state_dict(state["rows"])
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         try:
-            for row in self._rows:
+            for record in self._records:
                 self._number += 1
-                yield f"{self._name}:{self._number}", row
+                yield f"{self._name}:{self._number}", record
         except Exception as error:  # of readers, compression and network
             raise ConfigError(f"data: cannot read {self._name} after row {self._number} ({_words(error)})") from error
 
     def state(self) -> dict[str, Any]:
-        """After the last row that was read, as JSON."""
-        return {"number": self._number, "rows": self._rows.state_dict()}
+        """The position after the last record that was read, as JSON."""
+        return {"number": self._number, "rows": self._records.state_dict()}
 
 
-def _rows(path: str, fields: Sequence[str], problems: Problems, part: Part, stream: Stream | None) -> Iterable[tuple[Any, Any]]:
+def _read_records(
+    path: str, fields: Sequence[str], problems: Problems, part: Part, stream: Stream | None
+) -> Iterable[tuple[Any, Any]]:
     if path.startswith("hf:"):
         return stream or Stream(path, part)
     if has_ending(path, ".parquet"):
@@ -190,16 +192,18 @@ def _jsonl(path: str, problems: Problems, part: Part) -> Iterator[tuple[Any, Any
         if text is None or not text.strip():
             continue
         try:
-            row = json.loads(text)
+            record = json.loads(text)
         except (ValueError, RecursionError) as error:
             # JSON in the layout of a program takes many lines, of which the first one is an opening bracket
-            whole = first and text.strip() in ("[", "{", "[{")
-            problems.add(place, "JSON over several lines" if whole else "not JSON", ONE_ROW_A_LINE if whole else f" ({error})")
+            is_opening = first and text.strip() in ("[", "{", "[{")
+            problems.add(
+                place, "JSON over several lines" if is_opening else "not JSON", ONE_ROW_A_LINE if is_opening else f" ({error})"
+            )
         else:
-            if isinstance(row, dict):
-                yield place, row
+            if isinstance(record, dict):
+                yield place, record
             else:
-                problems.add(place, f"a JSON {type(row).__name__}", ONE_ROW_A_LINE)
+                problems.add(place, f"a JSON {type(record).__name__}", ONE_ROW_A_LINE)
         first = False
 
 
@@ -227,10 +231,10 @@ def _parquet(path: str, fields: Sequence[str], problems: Problems, part: Part) -
         number, end = sum(sizes[:group]), sum(sizes[: group + 1])
         try:
             for batch in file.iter_batches(1000, [group], columns):
-                for row in batch.to_pylist():
+                for record in batch.to_pylist():
                     number += 1
-                    yield f"{path}:{number}", row
-        except ConfigError:  # of a row that the reader of these rows refuses
+                    yield f"{path}:{number}", record
+        except ConfigError:  # of a record that the caller refuses
             raise
         except Exception as error:  # pyarrow has classes of its own
             problems.add(f"{path}: rows {number + 1} to {end}", "row group not readable", f" ({error})")
@@ -239,12 +243,12 @@ def _parquet(path: str, fields: Sequence[str], problems: Problems, part: Part) -
 def hugging_face_name(path: str) -> tuple[str, str, str]:
     """(name, configuration, split) of hf:NAME[,CONFIG][#SPLIT]. The name of a folder that is there may have , and # in it."""
     path = path.removeprefix("hf:")
-    before, _, after = path.rpartition("#")
-    for folder, split in ((path, ""), (before, after)):
+    head, _, tail = path.rpartition("#")
+    for folder, split in ((path, ""), (head, tail)):
         if folder and Path(folder).is_dir():
             return folder, "", split
-    before, _, split = path.partition("#")
-    name, _, config = before.partition(",")
+    head, _, split = path.partition("#")
+    name, _, config = head.partition(",")
     return name, config, split
 
 
@@ -256,12 +260,12 @@ def _hugging_face(path: str) -> Any:
     try:
         if not any((Path(name) / file).exists() for file in ("state.json", "dataset_dict.json")):
             return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-        rows: Any = datasets.load_from_disk(name)
-        if isinstance(rows, dict):
-            rows = rows[split or "train"]
+        dataset: Any = datasets.load_from_disk(name)
+        if isinstance(dataset, dict):
+            dataset = dataset[split or "train"]
         elif split not in ("", "train"):
             raise ValueError(f"the folder holds one data set without splits, so none is called {split!r}")
-        return rows.to_iterable_dataset(num_shards=max(1, min(64, len(rows))))
+        return dataset.to_iterable_dataset(num_shards=max(1, min(64, len(dataset))))
     except Exception as error:  # of the hub, of files and of settings
         raise ConfigError(f"data: cannot read {path} ({_words(error)})") from error
 
@@ -270,12 +274,12 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def _value(row: Any, name: str) -> Any:
-    if isinstance(row, dict) and name in row:  # a name may have a dot in it
-        return row[name]
+def _value(record: Any, name: str) -> Any:
+    if isinstance(record, dict) and name in record:  # a name may have a dot in it
+        return record[name]
     for part in name.split("."):
-        row = row.get(part) if isinstance(row, dict) else None
-    return row
+        record = record.get(part) if isinstance(record, dict) else None
+    return record
 
 
 def _beginning(path: str) -> bytes:
@@ -297,7 +301,7 @@ def _raw_lines(path: str, part: Part) -> Iterator[bytes]:
         with epath.Path(path).open("rb") as file:
             if part.start:
                 file.seek(part.start - 1)
-                file.readline()  # the rest of a line that begins in the part before
+                file.readline()  # the rest of a line that begins in the previous part
             position = file.tell()
             for raw in gzip.GzipFile(fileobj=file) if has_ending(path, ".gz") else file:
                 if part.stop is not None and position >= part.stop:
@@ -314,9 +318,9 @@ def _raw_lines(path: str, part: Part) -> Iterator[bytes]:
 
 @functools.lru_cache(maxsize=16)
 def _lines_before(path: str, start: int) -> int:
-    """How many lines of a file begin before the byte `start` > 0."""
-    count, left = 1, start - 1
+    """The number of lines of a file that begin before the byte `start` > 0."""
+    count, bytes_left = 1, start - 1
     with epath.Path(path).open("rb") as file:
-        while left and (block := file.read(min(left, 1 << 20))):
-            count, left = count + block.count(b"\n"), left - len(block)
+        while bytes_left and (block := file.read(min(bytes_left, 1 << 20))):
+            count, bytes_left = count + block.count(b"\n"), bytes_left - len(block)
     return count

@@ -106,7 +106,7 @@ def context_length(model: Any) -> int:
 
 def read_example(split: Any, index: int) -> dict[str, np.ndarray]:
     """`split[index]` of a split that defines `len` and `take_rows`."""
-    return {name: rows[0] for name, rows in split.take_rows(np.array([range(len(split))[index]])).items()}
+    return {name: arrays[0] for name, arrays in split.take_rows(np.array([range(len(split))[index]])).items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +133,9 @@ class Windows:
         hide.
         """
         positions = np.asarray(indices)[:, None] * self.stride + np.arange(self.length + 1)
-        rows = self.tokens[np.minimum(positions, len(self.tokens) - 1)]
+        windows = self.tokens[np.minimum(positions, len(self.tokens) - 1)]
         batch = {
-            "tokens": rows[:, :-1].astype(np.int32), "labels": rows[:, 1:].astype(np.int32),
+            "tokens": windows[:, :-1].astype(np.int32), "labels": windows[:, 1:].astype(np.int32),
             "weights": (positions[:, 1:] < len(self.tokens)).astype(np.float32),
         }  # fmt: skip
         if self.end_of_text is not None:
@@ -172,10 +172,10 @@ def open_text(config: Text | Stdlib, context_length: int) -> Dataset:
 
 def check_lengths(name: str, context_length: int, train: Any, validation: Any) -> None:
     """Raises ConfigError if a split has no window."""
-    for part, tokens, least in (("training", train, context_length + 1), ("validation", validation, 2)):
+    for split, tokens, least in (("training", train, context_length + 1), ("validation", validation, 2)):
         if len(tokens) < least:
             needed = f"{len(tokens):,} tokens; a context of {context_length:,} needs at least {least:,}; take a longer text"
-            raise ConfigError(f"data: the {part} part of {name} is {needed} or another data.validation_fraction")
+            raise ConfigError(f"data: the {split} part of {name} is {needed} or another data.validation_fraction")
 
 
 def cache_folder(cache: str | None) -> Path:
@@ -252,7 +252,7 @@ def _read_path(config: Text) -> tuple[str, bytes]:
         depth = None if "**" in config.pattern else config.pattern.count("/")
         found = (file.relative_to(path) for file in storage.find_files(lambda: path.glob(config.pattern), path, depth))
         hidden = config.pattern.startswith(".") or "/." in config.pattern
-        files = sorted(file.as_posix() for file in found if hidden or not any(part[0] == "." for part in file.parts))
+        files = sorted(file.as_posix() for file in found if hidden or not any(name[0] == "." for name in file.parts))
         if not files:
             raise ConfigError(f"data.path: no file in {path} matches data.pattern={config.pattern!r}")
         return f"{path} ({len(files)} files)", _read_files([path / file for file in files])

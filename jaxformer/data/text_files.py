@@ -54,7 +54,7 @@ def _visible(folder: str) -> list[str]:
 
 
 def _escaped(pattern: str) -> str:
-    """A glob in which folders that exist as they are written stay themselves, with [ ] in their names."""
+    """A glob in which existing folders stay literal, also with [ ] in their names."""
     folder, name = os.path.split(pattern)
     if not folder or folder == pattern:
         return pattern
@@ -75,7 +75,7 @@ def group_parts(path: str, tokenizer: Any = None) -> list[list[tuple[str, int, i
 
     A text is cut where that changes no token of `tokenizer`.
     """
-    groups, room = [], 0.0
+    groups, bytes_left = [], 0.0
     for file in list_files(path):
         stretches = parts(file, PART)
         if tokenizer is not None and len(stretches) > 1 and not (file.startswith("hf:") or has_ending(file, *ROWS)):
@@ -83,23 +83,23 @@ def group_parts(path: str, tokenizer: Any = None) -> list[list[tuple[str, int, i
             stretches = [Part(*cut) for cut in zip([0, *cuts], [*cuts, None], strict=True)]
         size = PART if file.startswith("hf:") else os.path.getsize(file) / len(stretches)
         for stretch in stretches:
-            if not groups or size > room:
-                groups, room = [*groups, []], PART
+            if not groups or size > bytes_left:
+                groups, bytes_left = [*groups, []], PART
             groups[-1].append((file, *stretch))
-            room -= size
+            bytes_left -= size
     return groups
 
 
 def _cut_near(file: str, start: int, tokenizer: Any) -> int:
-    """The first line at `start` or behind it that may begin a part; in a megabyte without one, `start` itself."""
+    """The first line at `start` or behind it that may begin a part; `start` itself if a megabyte has no such line."""
     with open(file, "rb") as stream:
         stream.seek(max(start - 4 * tokenizers.REACH, 0))
-        before, after = stream.read(min(start, 4 * tokenizers.REACH)), stream.read(1 << 20)
-    data, end = before + after, len(before)
+        text_before, text_after = stream.read(min(start, 4 * tokenizers.REACH)), stream.read(1 << 20)
+    data, end = text_before + text_after, len(text_before)
     while end := data.find(b"\n", end - 1) + 1:
         sides = data[max(end - 4 * tokenizers.REACH, 0) : end], data[end : end + 4 * tokenizers.REACH]
         if tokenizer.may_cut(*(side.decode("utf-8", "ignore").replace("\r\n", "\n") for side in sides)):
-            return start - len(before) + end
+            return start - len(text_before) + end
         end += 1
     return start
 
@@ -107,7 +107,7 @@ def _cut_near(file: str, start: int, tokenizer: Any) -> int:
 def read_documents(
     group: Sequence[Sequence], field: str, problems: Problems, stream: Stream | None = None, tokenizer: Any = None
 ) -> Iterator[tuple[str, bool, bool]]:
-    """(text, whether it goes on where the one before ended, whether a document ends with it), for a part's stretches."""
+    """(text, whether it continues the previous text, whether a document ends with it), for a part's stretches."""
     for path, *bounds in group:
         if not path.startswith("hf:") and os.path.getsize(path) == 0:
             problems.add(path, "empty")
@@ -132,14 +132,14 @@ def _pieces(path: str, part: Part, problems: Problems, tokenizer: Any = None) ->
             piece.append(f"{text}\n")
             size += len(text) + 1
         if size > limit:
-            whole = "".join(piece)
-            cut = len(whole) if tokenizer is None else tokenizer.last_cut(whole)
+            joined = "".join(piece)
+            cut = len(joined) if tokenizer is None else tokenizer.last_cut(joined)
             if not cut and size > 16 * PIECE:
-                cut = len(whole)
+                cut = len(joined)
             if cut:
-                yield whole[:cut], continues, False
+                yield joined[:cut], continues, False
                 continues = True
-            piece, size = [whole[cut:]], len(whole) - cut
+            piece, size = [joined[cut:]], len(joined) - cut
             limit = PIECE if cut else 2 * size
-    if piece or continues:  # a file of which no line can be read is no document
+    if piece or continues:  # a file without a readable line is no document
         yield "".join(piece), continues, part.stop is None

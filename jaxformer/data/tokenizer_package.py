@@ -78,14 +78,14 @@ def _excess(state: Any) -> str | None:
     """What there is too much of in the rules of a tokenizer, in words."""
     if not isinstance(state, dict):
         return None
-    parts = [part for name in STAGES for part in _objects(state.get(name))]
-    if len(parts) > PARTS:
+    rules = [rule for name in STAGES for rule in _objects(state.get(name))]
+    if len(rules) > PARTS:
         return f"has more than {PARTS} rules"
-    patterns = sum(len(part["Regex"]) for part in parts if isinstance(part.get("Regex"), str))
+    patterns = sum(len(rule["Regex"]) for rule in rules if isinstance(rule.get("Regex"), str))
     if patterns > PATTERN:
         return f"its regular expressions have {patterns:,} letters; at most {PATTERN:,} are read"
-    growth = sum(math.log(max(len(part[name]), 1)) for part in parts for name in ("content", "prepend", "replacement")
-                 if isinstance(part.get(name), str))  # fmt: skip
+    growth = sum(math.log(max(len(rule[name]), 1)) for rule in rules for name in ("content", "prepend", "replacement")
+                 if isinstance(rule.get(name), str))  # fmt: skip
     if growth > math.log(GROWTH):
         return f"its rules may make a text {GROWTH:,} times as long"
     return None
@@ -95,11 +95,11 @@ def _objects(value: Any) -> list[dict[str, Any]]:
     """All objects in a JSON value, as far as one more than are allowed."""
     todo, found = [value], []
     while todo and len(found) <= PARTS:
-        here = todo.pop()
-        if isinstance(here, dict):
-            found.append(here)
-        inside = here.values() if isinstance(here, dict) else here if isinstance(here, list) else ()
-        todo += [each for each in inside if isinstance(each, dict | list)]
+        value = todo.pop()
+        if isinstance(value, dict):
+            found.append(value)
+        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        todo += [each for each in children if isinstance(each, dict | list)]
     return found
 
 
@@ -149,15 +149,15 @@ def _as_error(error: BaseException) -> BaseException:
 
 
 _lock = threading.Lock()
-_held: list[tuple[int, Any]] = []  # (descriptor of the real stderr, what is written meanwhile), at most one
+_held: list[tuple[int, Any]] = []  # (descriptor of the process's own stderr, file that stands in for it), at most one
 _depth = 0  # how many calls want it held
 
 
 @contextlib.contextmanager
 def _quiet(letters: int) -> Iterator[None]:
-    """Drops what a panic writes to stderr by itself, while the package reads a short text. All else is written afterwards.
+    """Drops a panic's own message on stderr while the package reads a short text. Other messages are written afterwards.
 
-    Of a long text nothing is held back: what another thread says should not wait so long.
+    During a long text nothing is held back: messages of other threads should not wait so long.
     """
     if letters > SHORT:
         yield
@@ -176,15 +176,15 @@ def _hold(change: int) -> None:
         _depth += change
         if _depth == 1 and change == 1:
             with contextlib.suppress(OSError):  # a program without stderr, or without room for files
-                real, file = os.dup(2), tempfile.TemporaryFile()  # noqa: SIM115  (the last call closes it)
+                stderr, file = os.dup(2), tempfile.TemporaryFile()  # noqa: SIM115  (the last call closes it)
                 os.dup2(file.fileno(), 2)
-                _held.append((real, file))
+                _held.append((stderr, file))
         elif _depth == 0 and _held:
-            real, file = _held.pop()
-            os.dup2(real, 2)
+            stderr, file = _held.pop()
+            os.dup2(stderr, 2)
             file.seek(0)
-            written = file.read()
-            if written and b"panicked at" not in written:
-                os.write(real, written)
-            os.close(real)
+            output = file.read()
+            if output and b"panicked at" not in output:
+                os.write(stderr, output)
+            os.close(stderr)
             file.close()

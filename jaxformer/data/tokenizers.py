@@ -246,7 +246,7 @@ class BPE(_Tokenizer):
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
         text = text.encode("utf-8", errors="replace").decode()  # the package refuses lone surrogates
         dtype = np.min_scalar_type(self.vocab_size - 1)
-        chunks, parts = list(self._stretches(text)), [np.zeros(0, dtype)]
+        chunks, pieces = list(self._stretches(text)), [np.zeros(0, dtype)]
         # Llama's tokenizer and others put a space before every text. Only the first chunk gets one: a later chunk is encoded
         # behind a line end, whose tokens are then taken away.
         texts = [f"\n{chunk}" if number or continues else chunk for number, chunk in enumerate(chunks)]
@@ -257,8 +257,8 @@ class BPE(_Tokenizer):
                 ids, first = encoding.ids, len(self._line_end) if number or continues else 0
                 if first and ids[:first] != self._line_end:  # a cut that `may_cut` did not allow
                     ids, first = self._ids(texts[number][1:]), 0
-                parts.append(np.array(ids[first:], dtype))
-        return np.concatenate(parts)
+                pieces.append(np.array(ids[first:], dtype))
+        return np.concatenate(pieces)
 
     def last_cut(self, text: str) -> int:
         end = len(text) - REACH if self._chunk < sys.maxsize else -1
@@ -280,10 +280,10 @@ class BPE(_Tokenizer):
         before, after = before[-REACH:], after[:REACH]
         if not (before.strip() and after.strip()):  # a longer run of white space, which may be one token
             return False
-        behind = self._ids(f"\n{after}")
+        ids_after = self._ids(f"\n{after}")
         line_end = len(self._line_end)
-        pieces = self._ids(before) + behind[line_end:]
-        return behind[:line_end] == self._line_end and pieces == self._ids(before + after)
+        pieces = self._ids(before) + ids_after[line_end:]
+        return ids_after[:line_end] == self._line_end and pieces == self._ids(before + after)
 
     def _ids(self, text: str) -> list[int]:
         return tokenizer_package.encode(self._writer, [text])[0].ids

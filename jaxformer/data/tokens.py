@@ -109,7 +109,7 @@ def _has_digest(file: Path) -> bool:
 
 
 def forget_part(entry: Path, name: str) -> None:
-    """Forgets all shards of a part with a damaged one, because a shard of a stream begins where the one before ends."""
+    """Forgets all shards of a part with a damaged one, because a shard of a stream begins where the previous one ends."""
     log.warning("data.cache: %s is damaged; its part is encoded again", entry / name)
     for shard in entry.glob(f"{name[:6]}-*.json"):
         shard.unlink(missing_ok=True)

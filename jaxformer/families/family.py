@@ -120,7 +120,7 @@ def _places(config: Any, path: str) -> list[Place]:
     found = []
     for segment in layout.segments(of_stack):
         for k in range(segment.count):
-            place, row = segment.row(k)
+            place, row = segment.place_of(k)
             stored = f"{stack}layers/{place}/{inside}" if place else path
             found.append(Place(stored, segment.first + k, (row,)))
     return found

@@ -28,12 +28,12 @@ OF_DISTANCE = (rules.full, rules.causal, rules.window, rules.strided)  # rules o
 OF_KEYS = (rules.full, rules.prefix, rules.columns)  # rules of kv alone, which an offset of the queries does not change
 
 
-def blocks(mask, q_length: int, kv_length: int, rows: int, columns: int) -> np.ndarray:
+def blocks(mask, q_length: int, kv_length: int, q_block: int, kv_block: int) -> np.ndarray:
     """`Mask.blocks`: EMPTY or FULL where that is certain for every head, PARTIAL elsewhere."""
     first = mask.first(q_length, kv_length)
-    known = isinstance(first, int | np.integer)
-    q, kv = edges(int(first) if known else 0, q_length, rows), edges(0, kv_length, columns)
-    low, high = _bounds(replace(mask, offset=None), q, kv, known_offset=known)
+    is_offset_known = isinstance(first, int | np.integer)
+    q, kv = edges(int(first) if is_offset_known else 0, q_length, q_block), edges(0, kv_length, kv_block)
+    low, high = _bounds(replace(mask, offset=None), q, kv, known_offset=is_offset_known)
     empty, full = (high == 0).all(0), (low == totals(q, kv)).all(0)
     return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL)).astype(np.int8)
 
@@ -52,11 +52,11 @@ def density(mask, q_length: int, kv_length: int) -> float:
             visible += values.mean() * values.shape[2]
         return float(visible / q_length)
     block = -(-max(q_length, kv_length) // 256)
-    q, kv, places = edges(int(first), q_length, block), edges(0, kv_length, block), np.arange(block)
+    q, kv, offsets = edges(int(first), q_length, block), edges(0, kv_length, block), np.arange(block)
     low, high = _counts(mask, q, kv)
     count, (i, j) = low.mean(0), np.nonzero((low != high).any(0))
     if len(i):
-        count[i, j] = count_visible(mask, q, kv, places, places, i, j, len(low))[0].mean(0)
+        count[i, j] = count_visible(mask, q, kv, offsets, offsets, i, j, len(low))[0].mean(0)
     return float(count.sum() / (q_length * kv_length))
 
 
@@ -133,15 +133,15 @@ def union(bounds: Iterable[Bounds], total: Counts) -> Bounds:
 def narrow_bounds(mask, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
     """Evaluates a few pairs of each undecided block, then all of its pairs while the budget lasts."""
     total = totals(q, kv)
-    for most in (SAMPLES, None):
-        rows, columns = sample_grid(np.diff(q), most), sample_grid(np.diff(kv), most)
+    for limit in (SAMPLES, None):
+        q_offsets, kv_offsets = sample_grid(np.diff(q), limit), sample_grid(np.diff(kv), limit)
         i, j = np.nonzero(undecided(bounds, total))
-        if most is None:
-            affordable = BUDGET // (len(rows) * len(columns) * len(bounds[0]))
+        if limit is None:
+            affordable = BUDGET // (len(q_offsets) * len(kv_offsets) * len(bounds[0]))
             i, j = i[:affordable], j[:affordable]
         if len(i) == 0:
             break
-        visible, hidden = count_visible(mask, q, kv, rows, columns, i, j, len(bounds[0]))
+        visible, hidden = count_visible(mask, q, kv, q_offsets, kv_offsets, i, j, len(bounds[0]))
         shape = max(len(bounds[0]), len(visible)), *total.shape[1:]
         low, high = bounds = tuple(np.array(np.broadcast_to(each, shape)) for each in bounds)
         low[:, i, j] = np.maximum(low[:, i, j], visible)
@@ -149,10 +149,10 @@ def narrow_bounds(mask, bounds: Bounds, q: Edges, kv: Edges) -> Bounds:
     return bounds
 
 
-def sample_grid(sizes, most: int | None) -> np.ndarray:
-    """Places within a block: `most` of them, evenly spread, or all."""
+def sample_grid(sizes, limit: int | None) -> np.ndarray:
+    """Offsets within a block: `limit` of them, evenly spread, or all."""
     largest = max(sizes, default=1)
-    return np.arange(largest) if most is None else np.unique(np.linspace(0, largest - 1, most).astype(np.int64))
+    return np.arange(largest) if limit is None else np.unique(np.linspace(0, largest - 1, limit).astype(np.int64))
 
 
 def undecided(bounds: Bounds, total: Counts) -> np.ndarray:
@@ -162,13 +162,13 @@ def undecided(bounds: Bounds, total: Counts) -> np.ndarray:
     return ~(partial | (high == 0).all(0) | (low == total).all(0))
 
 
-def count_visible(mask, q, kv, rows, columns, i, j, heads: int):
-    """(visible, hidden) pairs `[N, M]` at the places `[a]`, `[b]` within M blocks (i, j)."""
-    counts, step = [], max(1, CHUNK // (rows.size * columns.size * heads))
+def count_visible(mask, q, kv, q_offsets, kv_offsets, i, j, heads: int):
+    """(visible, hidden) pairs `[N, M]` at the offsets `[a]`, `[b]` within M blocks (i, j)."""
+    counts, step = [], max(1, CHUNK // (q_offsets.size * kv_offsets.size * heads))
     for start in range(0, len(i), step):
-        here = slice(start, start + step)
-        q_positions, kv_positions = q[i[here]][:, None] + rows[None], kv[j[here]][:, None] + columns[None]
-        last_q, last_kv = q[i[here] + 1][:, None] - 1, kv[j[here] + 1][:, None] - 1
+        selection = slice(start, start + step)
+        q_positions, kv_positions = q[i[selection]][:, None] + q_offsets[None], kv[j[selection]][:, None] + kv_offsets[None]
+        last_q, last_kv = q[i[selection] + 1][:, None] - 1, kv[j[selection] + 1][:, None] - 1
         visible = evaluate(mask, np.minimum(q_positions, last_q), np.minimum(kv_positions, last_kv))
         inside = ((q_positions <= last_q)[:, :, None] & (kv_positions <= last_kv)[:, None, :])[:, None]
         counts.append([np.count_nonzero(pairs, axis=(2, 3)).T for pairs in (visible & inside, ~visible & inside)])
@@ -243,9 +243,9 @@ def _count_chunked(mask, q, kv):
 
 
 def _count_random(mask, q, kv):
-    chosen, size = rules.choice_of(mask), mask.args[1]
+    key_blocks, size = rules.choice_of(mask), mask.args[1]
     cuts, chunk = _cuts(q, size)
-    start = size * chosen[chunk[:, 0] % len(chosen)].astype(np.int64)
+    start = size * key_blocks[chunk[:, 0] % len(key_blocks)].astype(np.int64)
     return by_intervals(cuts, start, start + size, q, kv)
 
 
@@ -265,11 +265,11 @@ def _count_keys(mask, q, kv):
 def _count_global(mask, q, kv):
     (tokens,) = mask.args
 
-    def before(edges):
+    def tokens_before(edges):
         return np.clip(edges, 0, tokens) if isinstance(tokens, int) else np.searchsorted(tokens, edges)
 
     def others(edges):
-        return np.diff(edges - before(edges))  # positions of each block that are no global tokens
+        return np.diff(edges - tokens_before(edges))  # positions of each block that are no global tokens
 
     return totals(q, kv) - (others(q)[:, None] * others(kv))[None]
 

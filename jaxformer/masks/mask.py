@@ -84,7 +84,7 @@ class Mask:
     static = property(lambda self: not jax.tree.leaves(self))
 
     def head_counts(self) -> set[int]:
-        """How many masks each `by_head` in it has, but for the parts of a user's own rule."""
+        """How many masks each `by_head` in it has. The parts of a user's own rule do not count."""
         if self.rule is rules.by_head:
             return {len(self.parts)}
         combines = self.rule in (rules.and_, rules.or_, rules.not_)
@@ -107,23 +107,23 @@ class Mask:
         mask = self.sized(kv_length)(*self.positions(q_length, kv_length))
         return jnp.broadcast_to(mask, (*mask.shape[:2], q_length, kv_length))
 
-    def blocks(self, q_length: int, kv_length: int, block: int | tuple[int, int]) -> Int[np.ndarray, "rows columns"]:
-        """EMPTY, PARTIAL or FULL for each block of `block` (or `(rows, columns)`) pairs, int8 `[ceil(T/b), ceil(S/b)]`.
+    def blocks(self, q_length: int, kv_length: int, block: int | tuple[int, int]) -> Int[np.ndarray, "q_blocks kv_blocks"]:
+        """EMPTY, PARTIAL or FULL for each block of `block` (or `(queries, keys)`) pairs, int8 `[ceil(T/b), ceil(S/b)]`.
 
         EMPTY and FULL are proven, for every row and head. PARTIAL is exact for one rule, and for combinations within
         `masks.blocks.BUDGET`. What arrays or a traced offset decide is PARTIAL.
         """
-        rows, columns = (block, block) if isinstance(block, int | np.integer) else block
-        if min(rows, columns) < 1:
+        q_block, kv_block = (block, block) if isinstance(block, int | np.integer) else block
+        if min(q_block, kv_block) < 1:
             raise ValueError(f"blocks({q_length}, {kv_length}, {block}): a block has at least one query and one key")
-        return block_counts.blocks(self.sized(kv_length), q_length, kv_length, rows, columns)
+        return block_counts.blocks(self.sized(kv_length), q_length, kv_length, q_block, kv_block)
 
     def density(self, q_length: int, kv_length: int) -> float:
-        """Share of visible pairs, exact. Of most masks at once; where bounds of blocks differ, their pairs are evaluated."""
+        """Share of visible pairs, exact. Most masks count whole blocks; where bounds differ, all pairs are evaluated."""
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 
     def plot(self, q_length: int, kv_length: int) -> Any:
-        """The mask's first row as a matplotlib figure: one panel for each head, at most four."""
+        """The mask of the first batch row as a matplotlib figure: one panel for each head, at most four."""
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
 
@@ -176,7 +176,7 @@ class Mask:
         return f"{self.name}({', '.join(map(str, shown))})"
 
     def __describe__(self) -> Any:
-        """For `jaxformer.config`: the mask's text, and what that leaves out, which is users' rules and arrays."""
+        """For `jaxformer.config`: the mask's text, and what the text leaves out, namely users' rules and arrays."""
         masks = _with_parts(self)
         users = [(mask.rule, mask.args) for mask in masks if mask.rule.__module__ != rules.__name__]
         hidden = [mask.args for mask in masks if mask.rule is rules.block_sparse]
@@ -229,8 +229,8 @@ def _integers(builder: str, **numbers) -> tuple:
     return tuple(int(value) for value, _ in numbers.values())
 
 
-def _rows(builder: str, array: Any, axes: str, flags: bool = False) -> Any:
-    """An array by row, of integers (or `flags`). Raises ValueError for another shape or kind, which would mean another mask."""
+def _integer_array(builder: str, array: Any, axes: str, flags: bool = False) -> Any:
+    """An array by batch row, of integers (or `flags`). Raises ValueError for another shape or kind: it means another mask."""
     array = array if hasattr(array, "dtype") else np.asarray(array)
     kinds = (jnp.integer, jnp.bool_) if flags else (jnp.integer,)
     if array.ndim != len(axes.split()) or not any(jnp.issubdtype(array.dtype, kind) for kind in kinds):
@@ -277,7 +277,7 @@ def prefix(length: int | Int[Array, " B"]) -> Mask:
     """The first `length` keys are visible to all (prefix LM: `causal() | prefix(n)`); an array: one length a row."""
     if isinstance(length, int | np.integer):
         return Mask(rules.prefix, _integers("prefix", length=(length, -FAR)))
-    return Mask(rules.prefix, arrays=(_rows("prefix", length, "B"),))
+    return Mask(rules.prefix, arrays=(_integer_array("prefix", length, "B"),))
 
 
 def global_tokens(tokens: int | Sequence | Shaped[np.ndarray, "..."] | Shaped[Array, "..."]) -> Mask:
@@ -343,8 +343,8 @@ def segments(q: Int[Array, "B T"], kv: Int[Array, "B S"] | None = None) -> Mask:
     With two arrays (cross-attention) both sides count from 0, whatever their lengths.
     """
     # one array for both sides: as two arguments of jit, nobody could tell that they are equal
-    given = (q,) if kv is None or kv is q else (q, kv)
-    arrays = tuple(_rows("segments", ids, "B length", flags=True) for ids in given)
+    sides = (q,) if kv is None or kv is q else (q, kv)
+    arrays = tuple(_integer_array("segments", ids, "B length", flags=True) for ids in sides)
     return Mask(rules.segments, arrays=arrays, offset=None if kv is None else 0)
 
 
@@ -353,7 +353,7 @@ def lengths(q: Int[Array, " B"] | None = None, kv: Int[Array, " B"] | None = Non
 
     With `q` both sides count from 0, whatever their lengths.
     """
-    arrays = tuple(None if lengths is None else _rows("lengths", lengths, "B") for lengths in (q, kv))
+    arrays = tuple(None if lengths is None else _integer_array("lengths", lengths, "B") for lengths in (q, kv))
     return Mask(rules.lengths, arrays=arrays, offset=None if q is None else 0)
 
 

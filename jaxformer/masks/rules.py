@@ -25,11 +25,11 @@ def not_(mask, q, kv):
 
 def by_head(mask, q, kv):
     xp = q.__array_namespace__()
-    parts = [part._evaluate(q, kv) for part in mask.parts]
-    shape = jnp.broadcast_shapes(q.shape, kv.shape, *(part.shape for part in parts))
+    visible = [each._evaluate(q, kv) for each in mask.parts]
+    shape = jnp.broadcast_shapes(q.shape, kv.shape, *(each.shape for each in visible))
     if shape[1] != 1:
         raise ValueError(f"by_head takes masks of one head each; one of {mask} has {shape[1]}")
-    return xp.concatenate([xp.broadcast_to(part, shape) for part in parts], axis=1)
+    return xp.concatenate([xp.broadcast_to(each, shape) for each in visible], axis=1)
 
 
 def full(mask, q, kv):
@@ -83,10 +83,10 @@ def _marked(mask, positions):
 def block_sparse(mask, q, kv):
     xp, block = q.__array_namespace__(), mask.args[0]
     layout = mask.arrays[0] if mask.arrays else xp.asarray(layout_of(*mask.args[1:]))
-    heads, rows, cols = layout.shape
+    heads, q_blocks, kv_blocks = layout.shape
     layout = xp.pad(layout, ((0, 0), (1, 1), (1, 1)))  # positions outside the layout read this border of False
     head = xp.arange(heads).reshape(1, heads, 1, 1)
-    return layout[head, xp.clip(q // block, -1, rows) + 1, xp.clip(kv // block, -1, cols) + 1]
+    return layout[head, xp.clip(q // block, -1, q_blocks) + 1, xp.clip(kv // block, -1, kv_blocks) + 1]
 
 
 @lru_cache(maxsize=64)
@@ -97,9 +97,9 @@ def layout_of(shape, packed):
 
 
 def random_blocks(mask, q, kv):
-    chosen, block = choice_of(mask), mask.args[1]
-    chosen = q.__array_namespace__().asarray(chosen)[q // block % len(chosen)]  # [B|1, 1, T, 1, count]
-    return reduce(operator.or_, (kv // block == chosen[..., c] for c in range(chosen.shape[-1])))
+    key_blocks, block = choice_of(mask), mask.args[1]
+    key_blocks = q.__array_namespace__().asarray(key_blocks)[q // block % len(key_blocks)]  # [B|1, 1, T, 1, count]
+    return reduce(operator.or_, (kv // block == key_blocks[..., c] for c in range(key_blocks.shape[-1])))
 
 
 def choice_of(mask):
@@ -115,13 +115,13 @@ def _draw(count, seed, n):
     """`count` distinct numbers below n in each of n rows: Floyd's sampling of raw bits, which NumPy keeps stable."""
     count = min(count, n)
     bits = np.random.PCG64(np.random.SeedSequence([seed, n])).random_raw((n, count))
-    chosen = np.full((n, count), -1, np.int32)
+    numbers = np.full((n, count), -1, np.int32)
     for step in range(count):
         top = n - count + step
         draw = (bits[:, step] % np.uint64(top + 1)).astype(np.int32)
-        taken = (chosen[:, :step] == draw[:, None]).any(1)
-        chosen[:, step] = np.where(taken, top, draw)
-    return chosen
+        is_repeated = (numbers[:, :step] == draw[:, None]).any(1)
+        numbers[:, step] = np.where(is_repeated, top, draw)
+    return numbers
 
 
 def segments(mask, q, kv):
@@ -133,9 +133,9 @@ def lookup(ids, positions):
     """ids [B|1, length] at positions [B|1, ...] -> [B|1, ...]; 0 (padding) at positions outside the array."""
     flat = positions.reshape(positions.shape[0], -1)
     flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
-    (rows,) = jnp.broadcast_shapes(ids.shape[:1], flat.shape[:1])  # export has symbols for sizes
-    ids, flat = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in (ids, flat))
-    return jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0).reshape(rows, *positions.shape[1:])
+    (B,) = jnp.broadcast_shapes(ids.shape[:1], flat.shape[:1])  # export has symbols for sizes
+    ids, flat = (jnp.broadcast_to(x, (B, x.shape[1])) for x in (ids, flat))
+    return jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0).reshape(B, *positions.shape[1:])
 
 
 def lengths(mask, q, kv):

@@ -36,11 +36,11 @@ def lora(spec: Tree, pattern: str, rank: int) -> dict[str, dict[str, Spec]]:
     if rank < 1:
         raise ConfigError(f"lora: rank={rank}: must be at least 1")
     matrices = {path: leaf for path, leaf in params.paths(spec).items() if leaf.contracts}
-    chosen = {path: _factors(leaf, rank) for path, leaf in matrices.items() if _search(pattern, path)}
-    if not chosen:
+    factors = {path: _factors(leaf, rank) for path, leaf in matrices.items() if _search(pattern, path)}
+    if not factors:
         raise ConfigError(f"lora: no matrix matches {pattern!r}; there are {', '.join(matrices)}")
     patterns.warn_of_idle("lora", pattern, tuple(matrices))
-    return chosen
+    return factors
 
 
 def _search(pattern: str, path: str) -> bool:
@@ -76,8 +76,8 @@ class Lora:
     def __call__(self, spec: Tree) -> Adapted:
         if not (0 < self.alpha < math.inf):
             raise ConfigError(f"adaptation.alpha={self.alpha}: must be positive and finite")
-        trained = [path for path in params.paths(spec) if self.trains is not None and _search(self.trains, path)]
-        factors = {path: pair for path, pair in lora(spec, self.pattern, self.rank).items() if path not in trained}
+        trained_paths = [path for path in params.paths(spec) if self.trains is not None and _search(self.trains, path)]
+        factors = {path: pair for path, pair in lora(spec, self.pattern, self.rank).items() if path not in trained_paths}
         if not factors:
             problem = f"trains={self.trains!r} matches all matrices of pattern={self.pattern!r}"
             raise ConfigError(f"adaptation: {problem}; make one of them narrower")
@@ -88,9 +88,9 @@ class Lora:
         def base(tree):
             return tree["weights"]
 
-        others = "|".join(map(re.escape, trained))
-        frozen = f"^weights/(?!({others})$)" if trained else "^weights/"
-        return Adapted({"weights": spec, "factors": factors}, make, frozen, None if trained else base)
+        others = "|".join(map(re.escape, trained_paths))
+        frozen = f"^weights/(?!({others})$)" if trained_paths else "^weights/"
+        return Adapted({"weights": spec, "factors": factors}, make, frozen, None if trained_paths else base)
 
 
 def _factors(leaf: Spec, rank: int) -> dict[str, Spec]:
@@ -148,7 +148,7 @@ def transfer(
     regular expressions to replacements (`re.sub`, in order) of the paths of the source: `{"^": "encoder/"}`. ConfigError if
     a leaf is missing, unused or of another shape, unless the regular expression `allow` matches its (renamed) path.
     """
-    found, wanted = {}, params.paths(target)
+    found, expected = {}, params.paths(target)
     for path, leaf in params.paths(source).items():
         name = path
         for pattern, replacement in (rename or {}).items():
@@ -156,19 +156,19 @@ def transfer(
         if name in found:
             raise ConfigError(f"transfer: rename gives {path} and another leaf the path {name}; make them differ")
         found[name] = leaf
-    both = [path for path in wanted if path in found]
+    both = [path for path in expected if path in found]
     report = Report(
-        taken=[path for path in both if found[path].shape == wanted[path].shape],
-        missing=[path for path in wanted if path not in found],
-        unused=[path for path in found if path not in wanted],
-        misshapen=[path for path in both if found[path].shape != wanted[path].shape],
+        taken=[path for path in both if found[path].shape == expected[path].shape],
+        missing=[path for path in expected if path not in found],
+        unused=[path for path in found if path not in expected],
+        misshapen=[path for path in both if found[path].shape != expected[path].shape],
     )
 
     def allowed(path):
         return allow is not None and re.search(allow, path)
 
     def shown(path):
-        return f"{path} {found[path].shape} for {wanted[path].shape}" if path in report.misshapen else path
+        return f"{path} {found[path].shape} for {expected[path].shape}" if path in report.misshapen else path
 
     kinds = {kind: [shown(path) for path in paths if not allowed(path)] for kind, paths in report._asdict().items()}
     if problems := [f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names and kind != "taken"]:
@@ -208,8 +208,8 @@ def resize_vocabulary(
         wide = in_float32(leaf)
         mean, spread = (f(wide, axis=axis, keepdims=True) for f in (jnp.mean, jnp.std))
         shape = (*leaf.shape[:axis], vocab_size - old, *leaf.shape[axis + 1 :])
-        rows = Spec(shape, axes, lambda k, s, d: mean + noise * spread * jax.random.normal(k, s, d))
-        drawn = params.init({path: rows}, key, wide.dtype)[path]  # a key for each path
+        new_embeddings = Spec(shape, axes, lambda k, s, d: mean + noise * spread * jax.random.normal(k, s, d))
+        drawn = params.init({path: new_embeddings}, key, wide.dtype)[path]  # a key for each path
         return jnp.concatenate([leaf, drawn.astype(leaf.dtype)], axis=axis)
 
     return new, params.map_with_name(resized, weights)
@@ -226,6 +226,6 @@ def extend_positions(config: ModelConfig, weights: Tree, context_length: int) ->
         others = "for patches use models.vision.resize, for others set model.context_length (and Rope(scaling=...))"
         raise ConfigError(f"extend_positions: the positions are no table of Learned rows for tokens; {others}")
     table, offset = weights["embedding"]["positions"], positions.offset
-    rows = table[offset:][np.arange(context_length) % config.context_length]
-    embedding = weights["embedding"] | {"positions": jnp.concatenate([table[:offset], rows])}
+    new_positions = table[offset:][np.arange(context_length) % config.context_length]
+    embedding = weights["embedding"] | {"positions": jnp.concatenate([table[:offset], new_positions])}
     return replace(config, context_length=context_length), weights | {"embedding": embedding}

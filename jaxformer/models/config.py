@@ -125,8 +125,8 @@ class Patches:
                 raise ConfigError(f"Patches.{name}={pair}: expected two numbers, of the height and the width")
             for number in pair:
                 check_whole(f"Patches.{name}", number)
-        for size, part in zip(self.image, self.patch, strict=True):
-            if size % part:
+        for size, length in zip(self.image, self.patch, strict=True):
+            if size % length:
                 raise ConfigError(f"embedding.patch={self.patch} does not divide embedding.image={self.image}")
 
     # patches down and across, and positions of one image

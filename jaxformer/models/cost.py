@@ -100,12 +100,12 @@ def _passes(config: ModelConfig | EncoderDecoder, trained: Trained | None) -> Ca
     if isinstance(config, EncoderDecoder):
         order = ["encoder/embedding", "encoder/layers", "encoder/", "decoder/embedding", "decoder/layers", ""]
 
-    def place(path):
-        return next(number for number, part in enumerate(order) if path.startswith(part))
+    def index(path):
+        return next(number for number, prefix in enumerate(order) if path.startswith(prefix))
 
-    found = (place(path) for path in params.paths(models.spec(config)) if trained is None or trained(path))
+    found = (index(path) for path in params.paths(models.spec(config)) if trained is None or trained(path))
     first = min(found, default=len(order))
-    return lambda path: place(path) >= first
+    return lambda path: index(path) >= first
 
 
 def _ratio(length: int, source: int) -> float:
@@ -156,13 +156,13 @@ def table(config: ModelConfig | EncoderDecoder) -> str:
     """Modules with their parameters and FLOPs a token forward, each leaf with its shape and axes; then the totals."""
     leaves, multiplied = params.paths(models.spec(config)), products(config)
     width, length = max(map(len, leaves)), models.last_stack(config).context_length
-    rows = [f"{'parameter':<{width}}  {'numbers':>15}  {'FLOPs a token':>13}  shape"]
+    lines = [f"{'parameter':<{width}}  {'numbers':>15}  {'FLOPs a token':>13}  shape"]
     for path, leaf in leaves.items():
         weight, share = multiplied.get(path, (0, 0.0))
         shape = " ".join(f"{axis or '-'}={size}" for axis, size in zip(leaf.axes, leaf.shape, strict=True))
         flops = f"{2 * weight * share:.3g}" if weight else "-"
-        rows.append(f"{path:<{width}}  {math.prod(leaf.shape):>15,}  {flops:>13}  {shape}")
+        lines.append(f"{path:<{width}}  {math.prod(leaf.shape):>15,}  {flops:>13}  {shape}")
     total = sum(params.count(leaf) for leaf in leaves.values())
-    trained = training_flops(config, length)
-    note = f"with attention over {length} positions; {trained:.3g} FLOPs a trained token"
-    return "\n".join([*rows, f"{'total':<{width}}  {total:>15,}  {trained / 3:>13.3g}  {note}"])
+    step_flops = training_flops(config, length)
+    note = f"with attention over {length} positions; {step_flops:.3g} FLOPs a trained token"
+    return "\n".join([*lines, f"{'total':<{width}}  {total:>15,}  {step_flops / 3:>13.3g}  {note}"])

@@ -40,28 +40,28 @@ class Embedder(NamedTuple):
 
 def spec(config: ModelConfig) -> Tree:
     """Parameters of the embedding."""
-    how, start = config.embedding, normal(config.std)
+    embedding, start = config.embedding, normal(config.std)
 
-    def rows(axis, count):
+    def table(axis, count):
         return Spec((count, config.d_model), (axis, "embed"), start)
 
     one = Spec((config.d_model,), ("embed",), start)
     tree: Tree = {}
-    if isinstance(how, Patches):
-        shape, pixels = (how.channels, *how.patch, config.d_model), ("channel", "line", "column")
+    if isinstance(embedding, Patches):
+        shape, pixels = (embedding.channels, *embedding.patch, config.d_model), ("channel", "line", "column")
         init, bias = normal(math.prod(shape[:3]) ** -0.5), config.has_bias("patches")
         tree["patches"] = params.linear(shape, (*pixels, "embed"), pixels, init, bias)
-        tree |= {name: one for name in ("class_token", "mask_token") if getattr(how, name)}
-    elif isinstance(how, Embedding):
-        tree["tokens"] = rows("vocab", config.vocab_size)
-        if how.token_types:
-            tree["token_types"] = rows(None, how.token_types)
-        if how.norm:
+        tree |= {name: one for name in ("class_token", "mask_token") if getattr(embedding, name)}
+    elif isinstance(embedding, Embedding):
+        tree["tokens"] = table("vocab", config.vocab_size)
+        if embedding.token_types:
+            tree["token_types"] = table(None, embedding.token_types)
+        if embedding.norm:
             tree["norm"] = norm_spec(config)
     else:
-        tree |= how(config).spec
+        tree |= embedding(config).spec
     if isinstance(config.positions, Learned):
-        tree["positions"] = rows("length", config.context_length + config.positions.offset)
+        tree["positions"] = table("length", config.context_length + config.positions.offset)
     if isinstance(config.positions, Axial):
         tables = zip(("lines", "columns"), config.positions.shape, config.positions.widths, strict=True)
         tree["positions"] = {name: Spec((n, width), ("length", None), start) for name, n, width in tables}
@@ -83,25 +83,25 @@ def length(config: ModelConfig, inputs: Array) -> int:
 def embed(
     config: ModelConfig, params, inputs, positions, token_types=None, dtype=None, masked=None, extra: Tree = None
 ) -> Float[Array, "B T D"]:
-    """Rows of tokens times the scale, or patches of images, plus token types and absolute positions; then a norm, if any.
+    """Embeddings of tokens times the scale, or patches of images, plus token types and absolute positions; then a norm, if any.
 
     `masked` flags `[B, patches]` of an image stand for the mask token. Raises ConfigError where the model has none. `extra` is
     what an `Embedder` of the user's own reads besides.
     """
-    how = config.embedding
-    if isinstance(how, Patches):
+    embedding = config.embedding
+    if isinstance(embedding, Patches):
         dtype = dtype or params["patches"]["kernel"].dtype
         x = _embed_images(config, params, inputs.astype(dtype), masked)
-    elif isinstance(how, Embedding):
+    elif isinstance(embedding, Embedding):
         table = params["tokens"]
         dtype = dtype or getattr(table, "dtype", jnp.float32)
-        x = table.rows(inputs, dtype) if isinstance(table, StoredWeight) else _rows(table, inputs)
-        x = x * how.scale
-        if how.token_types:
+        x = table.look_up(inputs, dtype) if isinstance(table, StoredWeight) else _look_up(table, inputs)
+        x = x * embedding.scale
+        if embedding.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
             x = x + learned(types, params["token_types"])
     else:
-        x = how(config).apply(params, inputs, extra)
+        x = embedding(config).apply(params, inputs, extra)
         dtype = dtype or x.dtype
     match config.positions:
         case Learned(offset):
@@ -111,52 +111,57 @@ def embed(
             x = x + jnp.concatenate([learned(line, tables["lines"]), learned(column, tables["columns"])], axis=-1)
         case Sinusoidal(layout, spacing):
             x = x + sinusoidal(positions, config.d_model, layout, spacing).astype(x.dtype)
-    if isinstance(how, Embedding) and how.norm:
+    if isinstance(embedding, Embedding) and embedding.norm:
         x = norm(config, params.get("norm", {}), x)
     return with_logical_constraint(x.astype(dtype), "batch", "length", None)
 
 
-def _rows(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Rows of a table. Where `fsdp` splits its columns and the tokens, columns of all tokens are looked up and exchanged.
+def _look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Each token's row of the table. Where `fsdp` splits the tokens and D, a device looks up its part of D for all tokens.
 
-    That moves activations. To gather the table, and to sum its gradient, would move V D numbers each.
+    The parts are then exchanged, which moves activations. To gather the table, and to sum its gradient, would move V D
+    numbers each.
     """
-    rows, columns = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.shape, strict=True))
-    if "fsdp" not in rows or table.shape[1] % jax.sharding.get_abstract_mesh().shape["fsdp"]:
+    batch_axes, length_axes = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.shape, strict=True))
+    if "fsdp" not in batch_axes or table.shape[1] % jax.sharding.get_abstract_mesh().shape["fsdp"]:
         return learned(tokens, with_logical_constraint(table, "vocab", None))
 
     def on_each(tokens, table):
         found = learned(jax.lax.all_gather(tokens, "fsdp", tiled=True), table)
         return jax.lax.all_to_all(found, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
-    split = P(rows, columns or None)
+    split = P(batch_axes, length_axes or None)
     on_shards = jax.shard_map(
-        on_each, in_specs=(split, P(None, "fsdp")), out_specs=split, axis_names=frozenset(rows + columns), check_vma=False
+        on_each,
+        in_specs=(split, P(None, "fsdp")),
+        out_specs=split,
+        axis_names=frozenset(batch_axes + length_axes),
+        check_vma=False,
     )
     return on_shards(tokens, table)
 
 
 def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Array, "B T D"]:
-    how: Any = config.embedding
+    embedding: Any = config.embedding
     flat = params["patches"] | {"kernel": params["patches"]["kernel"].reshape(-1, config.d_model)}
-    x = linear("btp,pd->btd", patches(images, how.patch), flat)
+    x = linear("btp,pd->btd", patches(images, embedding.patch), flat)
 
-    def row(name):
+    def token(name):
         return params[name].astype(x.dtype)[None, None]
 
     if masked is not None:
-        if not how.mask_token:
+        if not embedding.mask_token:
             raise ConfigError("inputs: masked patches, but model.embedding has no mask token; set mask_token=True")
         if masked.shape != x.shape[:2]:
             raise ConfigError(f"inputs: masked {list(masked.shape)}: expected flags [B, patches], here {list(x.shape[:2])}")
-        x = jnp.where(masked[..., None], row("mask_token"), x)
-    if how.class_token:
-        x = jnp.concatenate([jnp.broadcast_to(row("class_token"), (len(x), 1, config.d_model)), x], axis=1)
+        x = jnp.where(masked[..., None], token("mask_token"), x)
+    if embedding.class_token:
+        x = jnp.concatenate([jnp.broadcast_to(token("class_token"), (len(x), 1, config.d_model)), x], axis=1)
     return x
 
 
 def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) -> Float[Array, "B T P"]:
-    """Each patch as a row (channel, then line, then column), patches row by row."""
+    """Each patch as a vector (channel, then line, then column), patches line by line."""
     B, height, width, C = images.shape
     cut = images.reshape(B, height // patch[0], patch[0], width // patch[1], patch[1], C).transpose(0, 1, 3, 5, 2, 4)
     return cut.reshape(B, cut.shape[1] * cut.shape[2], -1)

@@ -48,9 +48,9 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
     if read is None:
         raise ConfigError("an encoder-decoder needs `source`, tokens or images, or a cache that began with it")
     encoded = Source(read["hidden"], _visible(tokens, inputs.segment_ids, read["segment_ids"]), read["heads"])
-    wanted, edits = of_stack("decoder", inputs.intermediates, inputs.edits)
+    names, edits = of_stack("decoder", inputs.intermediates, inputs.edits)
     decoder = replace(
-        inputs, source=None, cache=cache, dropout_key=decoder_key, encoded=encoded, intermediates=wanted, edits=edits
+        inputs, source=None, cache=cache, dropout_key=decoder_key, encoded=encoded, intermediates=names, edits=edits
     )  # fmt: skip
     output = transformer.encode(config.decoder, params["decoder"], decoder)
     return replace(
@@ -83,10 +83,10 @@ def encode_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Outpu
     if config.share_embeddings:
         table = {"tokens": params["decoder"]["embedding"]["tokens"]}
         tree = {**tree, "embedding": tree.get("embedding", {}) | table}
-    wanted, edits = of_stack("encoder", inputs.intermediates, inputs.edits)
+    names, edits = of_stack("encoder", inputs.intermediates, inputs.edits)
     inputs = replace(
         inputs, tokens=inputs.source, positions=inputs.source_positions, segment_ids=inputs.source_segment_ids,
-        token_types=None, cache=None, constants=None, inputs=None, source=None, lengths=None, intermediates=wanted, edits=edits,
+        token_types=None, cache=None, constants=None, inputs=None, source=None, lengths=None, intermediates=names, edits=edits,
     )  # fmt: skip
     return transformer.encode(config.encoder, tree, inputs)
 
@@ -96,6 +96,8 @@ def _visible(tokens, segment_ids, source_segment_ids) -> masks.Mask:
     if source_segment_ids is None:
         return masks.full()
     if segment_ids is None:  # in decoding, rows may share a source
-        rows = source_segment_ids.shape[0]
-        return masks.segments(jnp.ones((rows, tokens.size // rows), jnp.int32), (source_segment_ids != 0).astype(jnp.int32))
+        sources = source_segment_ids.shape[0]
+        return masks.segments(
+            jnp.ones((sources, tokens.size // sources), jnp.int32), (source_segment_ids != 0).astype(jnp.int32)
+        )
     return masks.segments(segment_ids, source_segment_ids)

@@ -15,12 +15,12 @@ def feedforward_spec(config: ModelConfig, lead=(), lead_axes=()) -> Tree:
     """Matrices of an activation or a gate; the axes of `lead` choose one of several (experts)."""
     D, F = config.d_model, config.ff_width
     into, back = ((D, F), ("embed", "mlp"), config.std), ((F, D), ("mlp", "embed"), residual_std(config))
-    places = {"up": into, "down": back} | ({"gate": into} if config.feedforward in GATES else {})
+    matrices = {"up": into, "down": back} | ({"gate": into} if config.feedforward in GATES else {})
 
     def matrix(name, shape, axes, std):
         return linear_spec(config, name, (*lead, *shape), (*lead_axes, *axes), axes[:1], std)
 
-    return {name: matrix(name, *place) for name, place in places.items()}
+    return {name: matrix(name, *matrix_spec) for name, matrix_spec in matrices.items()}
 
 
 def feedforward(name: str, params: Tree, x: Float[Array, "B T D"], **options) -> Float[Array, "B T D"]:

@@ -39,7 +39,7 @@ class Head(NamedTuple):
 
 
 def run(head: Head, params: Tree, hidden: Float[Array, "B T D"], padding_mask, inputs: Tree) -> Array:
-    """What a head makes of the hidden states. One of three parameters is called without `inputs`: heads had these before."""
+    """The output of a head. A head of three parameters is called without `inputs`: heads of older files have three."""
     if len(code.positional_names(head.apply)) == 3:
         return head.apply(params, hidden, padding_mask)
     return head.apply(params, hidden, padding_mask, inputs)
@@ -101,7 +101,7 @@ def logits(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float
 def classify(
     head: Classification, params: Tree, hidden: Float[Array, "B T D"], padding_mask: Any, inputs: Tree = None
 ) -> Float[Array, "B C"]:
-    """Classes of each row, or what was pooled of it."""
+    """Classes of each batch row, or its pooled hidden state."""
     pooled, wide = pool(hidden, head.pool, padding_mask), _wide(hidden)
     if head.pooler:
         pooled = ACTIVATIONS[head.pooler](linear("bd,dc->bc", pooled, params["pooler"]))
@@ -118,17 +118,17 @@ def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: 
         hidden = ACTIVATIONS[head.transform](linear("btd,dc->btc", hidden, params["transform"]))
         hidden = norm(config, params["transform"]["norm"], hidden)
     scale, start = head.scale, config.init_std
-    if config.tie_embeddings and isinstance(start, MuP):  # the rows start and learn as those of an embedding
+    if config.tie_embeddings and isinstance(start, MuP):  # the table starts and learns as an embedding
         scale *= start.base_width / config.d_model
     if scale != 1.0:
         hidden = hidden * scale
     return hidden, tokens_table if config.tie_embeddings else params["kernel"], params.get("bias")
 
 
-def pool(hidden: Float[Array, "B T D"], how: str, padding_mask: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:
-    """The first or the last position that is not padding, the mean of those, or slot 0, padding or not (`position_0`)."""
+def pool(hidden: Float[Array, "B T D"], pooling: str, padding_mask: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:
+    """The first or the last position that is no padding, the mean of those, or position 0, padding or not (`position_0`)."""
     flags = jnp.ones(hidden.shape[:2], bool) if padding_mask is None else padding_mask
-    match how:
+    match pooling:
         case "mean":
             return ops.einsum("btd,bt->bd", hidden, flags / jnp.maximum(flags.sum(axis=1, keepdims=True), 1))
         case "position_0":
@@ -138,7 +138,7 @@ def pool(hidden: Float[Array, "B T D"], how: str, padding_mask: Bool[Array, "B T
         case "last":
             at = flags.shape[1] - 1 - jnp.argmax(flags[:, ::-1], axis=1)
         case _:
-            raise ConfigError(f"pool={how!r}: expected first, last, mean or position_0")
+            raise ConfigError(f"pool={pooling!r}: expected first, last, mean or position_0")
     return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
 
 

@@ -22,7 +22,7 @@ Wanted = Sequence[str] | Mapping[str, Callable]  # names, or for each name a fun
 
 @dataclass(frozen=True, eq=False)
 class Tap:
-    """Called with a name and a value where the model computes it; returns the value, or what an edit makes of it."""
+    """Called with a name and a value where the model computes it; returns the value, or the result of an edit."""
 
     wanted: tuple[tuple[str, Callable], ...] = ()  # patterns, and what of a value is kept
     edits: tuple[tuple[str, Edit], ...] = ()
@@ -108,13 +108,13 @@ def of_stack(name: str, wanted: Wanted, edits: Mapping[str, Edit] | None) -> tup
 
 def _number(pattern: str) -> int | None:
     """The layer that a pattern names."""
-    parts = pattern.split("/")
-    return int(parts[1]) if parts[0] == "layers" and len(parts) > 1 and parts[1].isdigit() else None
+    names = pattern.split("/")
+    return int(names[1]) if names[0] == "layers" and len(names) > 1 and names[1].isdigit() else None
 
 
 def _matches(pattern: str, path: str) -> bool:
     """Part by part; the number of a layer matches the * of a path."""
-    patterns, parts = pattern.split("/"), path.split("/")
+    patterns, names = pattern.split("/"), path.split("/")
     if _number(pattern) is not None:
         patterns[1] = "*"
-    return len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
+    return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))

@@ -1,4 +1,4 @@
-"""The parts of a layer: what a mixer and a feed-forward are, what they may read, and what they return."""
+"""The parts of a layer: mixer, feed-forward and block, the `Context` that they read, and the outputs that they return."""
 
 import math
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from jaxformer.params import Tree
 
 @struct.dataclass
 class Source:
-    """What the layers of a decoder read of an encoder."""
+    """The encoder's output, as the layers of a decoder read it."""
 
     hidden: Any  # [B, S, D]
-    mask: Mask  # which of it each query sees
+    mask: Mask  # which of its positions each query sees
     heads: Any = None  # in decoding, its keys and values {"key", "value"}, [B, S, K, H]: of all layers a tuple
 
 
@@ -32,15 +32,15 @@ class Context:
 
     mask: Mask  # which keys each query sees
     positions: Any  # of the tokens, [B or 1, T]
-    slot_positions: Any = None  # of all keys, [B or 1, S]; None: the position of a key is its slot
-    # True: two tokens of a segment may be nearer or farther than their slots
-    gaps: bool = struct.field(pytree_node=False, default=False)
+    slot_positions: Any = None  # of all keys, [B or 1, S]; None: the position of a key is its index
+    # True: the caller of `apply` passed positions, so two tokens may be nearer or farther apart than their indices
+    explicit_positions: bool = struct.field(pytree_node=False, default=False)
     dropout_key: Any = None
     state: Tree = None  # in decoding, what this mixer keeps (attention: keys and values [B, K, S, H])
-    lengths: Any = None  # in decoding, how many tokens the state has of each row, [B]; None: none of any
-    # in decoding, how many tokens of a row the cache can take
+    lengths: Any = None  # in decoding, the number of tokens in the state, [B]; None: the state is empty
+    # in decoding, the number of tokens of a batch row that the cache holds at most
     cache_length: int = struct.field(pytree_node=False, default=0)
-    # in decoding, how long the text of each row is, [B], where rotations depend on it; None: `positions` show it
+    # in decoding, the length of each text, [B], where rotations depend on it; None: `positions` show it
     text_lengths: Any = None
     layer: Any = 0  # counted from 0
     shared: Tree = None  # parameters that all layers have in common
@@ -56,6 +56,7 @@ class Context:
     real = property(lambda self: self.padding_mask)
     room = property(lambda self: self.cache_length)
     memo = property(lambda self: self.carry)
+    gaps = property(lambda self: self.explicit_positions)
 
 
 class MixerOutput(NamedTuple):
@@ -115,7 +116,7 @@ class Mixer(NamedTuple):
     shared: Tree = None  # the spec of parameters that all layers have in common
     constants: Callable = lambda *_: None  # T -> arrays [L, ...] that are drawn, not trained
     carry: Callable = lambda *_: None  # x -> the `Context.carry` of the first layer: the shapes that each layer passes on
-    rolls: bool = False  # whether a `length` of what the mask lets a query see is enough: a new token replaces the oldest
+    rolls: bool = False  # whether the cache may be a ring buffer as long as the mask's window: a new token replaces the oldest
 
 
 def same_stream(params: Tree, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
@@ -146,7 +147,7 @@ def linear_spec(config: ModelConfig, name: str, shape, axes, contracts, std: flo
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Depth-scaled init of what is added to the residual stream. Radford et al. 2019, section 2.3."""
+    """Depth-scaled init of the maps whose output is added to the residual stream. Radford et al. 2019, section 2.3."""
     return config.std / math.sqrt(2 * config.num_layers)
 
 

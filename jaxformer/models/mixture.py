@@ -20,7 +20,8 @@ class Mixture:
     """Each token goes to `top_k` of the experts: Mixtral (the defaults), Switch (top_k=1, normalise=False), `ops.mixture`.
 
     `shared`: DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066. There are no biases. A capacity is for training: tokens that
-    compete for room depend on their neighbours. With a cache (generation) no choice is dropped; of scores, see `evaluation`.
+    compete for an expert depend on their neighbours. With a cache (generation) no choice is dropped; for scores see
+    `evaluation`.
     """
 
     experts: int = 8  # how many there are
@@ -29,16 +30,18 @@ class Mixture:
     d_ff: int | None = None  # width of one expert; None: the config's
     normalise: bool = True  # the weights of a token's experts sum to one
     shared: int = 0  # width of an expert that all tokens go through; 0: there is none
-    capacity: float | None = None  # room of an expert, as a multiple of an even share of the tokens; None: no limit
-    groups: int = 1  # parts of a batch with room of their own; as many as devices split it saves memory and exchanges
-    device_capacity: float | None = None  # rows of a device's experts together, as a multiple of an even share; None: for all
+    capacity: float | None = None  # choices that an expert takes, as a multiple of an even share of the tokens; None: no limit
+    groups: int = 1  # parts of a batch, each with its own capacity; as many as devices split it saves memory and exchanges
+    device_capacity: float | None = (
+        None  # choices that a device's experts take together, as a multiple of an even share; None: all
+    )
     balance_loss: float = 0.0  # weight of the loss that evens out the load of the experts, in each micro-batch
     router_z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
 
     def __post_init__(self):
-        whole = dict(experts=1, top_k=1, d_ff=1, shared=0, groups=1)
+        integers = dict(experts=1, top_k=1, d_ff=1, shared=0, groups=1)
         factors = dict(capacity=0, device_capacity=1, balance_loss=0, router_z_loss=0)
-        check_numbers("model.feedforward.", self, **whole, **factors)
+        check_numbers("model.feedforward.", self, **integers, **factors)
         words = (*ACTIVATIONS, *GATES)
         lone = self.normalise and self.top_k == 1 < self.experts and not self.balance_loss
         for field, right, expected in (
@@ -76,7 +79,7 @@ class Mixture:
         activation = ACTIVATIONS[GATES.get(self.activation, self.activation)]
         names = "top_k", "normalise", *(() if context.cache_length else ("capacity", "device_capacity", "groups"))
         options = {name: getattr(self, name) for name in names}
-        out, routed = mixture(x, **kernels, activation=activation, **options, real=context.padding_mask)
+        out, routed = mixture(x, **kernels, activation=activation, **options, padding_mask=context.padding_mask)
         if self.shared:
             out = out + feedforward(self.activation, params["shared"], x)
         loss = None

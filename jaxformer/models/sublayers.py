@@ -55,7 +55,7 @@ def kind(config: ModelConfig, source_width: int | None = None) -> Kind:
 
 
 class DropoutKeys(NamedTuple):
-    """The keys of one layer: what a sub-layer drops inside, and what is dropped of its output."""
+    """The keys of one layer: for dropout inside a sub-layer, and for dropout of its output."""
 
     attention: Any = None
     attention_out: Any = None
@@ -81,8 +81,8 @@ def run(config: ModelConfig, kind: Kind, params: Tree, x: Float[Array, "B T ..."
     params = all_gather_weights(params, lambda: kind.spec, x.dtype)
     keys = DropoutKeys.split(context.dropout_key)
     calls = {
-        name: SublayerCall(name, part, params.get(name, {}), context, keys, config.dropout_rate)
-        for name, part in kind.sublayers.items()
+        name: SublayerCall(name, sublayer, params.get(name, {}), context, keys, config.dropout_rate)
+        for name, sublayer in kind.sublayers.items()
     }
     own = {name: params.get(name, {}) for name in kind.block.spec or {}}  # a norm may have no parameters
     x = kind.block.apply(own, x, calls, replace(context, dropout_key=keys.block))
@@ -98,7 +98,7 @@ class SublayerCall:
     """A sub-layer as its block calls it, `y [B, T, D] -> [B, T, D]`: with dropout of its output. It keeps the whole result."""
 
     name: str
-    part: Mixer | FeedForward
+    sublayer: Mixer | FeedForward
     params: Tree
     context: Context
     keys: DropoutKeys
@@ -110,7 +110,7 @@ class SublayerCall:
             tap = self.context.tap.inside(self.name)
             y = tap("input", y)
             inside = replace(self.context, dropout_key=getattr(self.keys, self.name), tap=tap)
-            result = self.part.apply(self.params, y, inside)
+            result = self.sublayer.apply(self.params, y, inside)
             self.results.append(result)
             return ops.dropout(tap("out", result[0]), self.dropout_rate, getattr(self.keys, f"{self.name}_out"))
 

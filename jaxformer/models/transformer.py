@@ -29,9 +29,9 @@ class Inputs:
     """What a model reads besides its parameters. Several sequences may share a row: each has the logits that it has alone."""
 
     tokens: Any  # [B, T], or images [B, height, width, C]
-    positions: Any = None  # [B or 1, T], for embeddings, rotations and biases; masks count the slots of a segment
-    # [B, T]; 0: padding; tokens of one number see and count only each other. Padding stands before and behind a segment:
-    # inside one, windows and biases of distance would count it, positions would not
+    positions: Any = None  # [B or 1, T], for embeddings, rotations and biases; masks count the tokens of a segment
+    # [B, T]; 0: padding. A token attends only within its own segment, and positions start anew there. Padding stands before and
+    # behind a segment: inside one, windows and biases of distance would count it, positions would not
     segment_ids: Any = None
     token_types: Any = None  # [B, T]
     cache: Any = None  # of `jaxformer.decoding`: what came before; `Output.cache` has the tokens in it
@@ -45,7 +45,7 @@ class Inputs:
     source_positions: Any = None  # [B or 1, S], instead of those that restart with each segment
     encoded: Source | None = None  # of a decoder: the output of the encoder
     dtype: Any = struct.field(pytree_node=False, default=None)  # of activations; None: that of the parameters
-    # names of what `Output.intermediates` has, such as "layers/*/attention/weights", or {name: value -> what is kept of it}
+    # names in `Output.intermediates`, such as "layers/*/attention/weights", or {name: function of the value to keep}
     intermediates: Any = struct.field(pytree_node=False, default=())
     edits: Any = struct.field(
         pytree_node=False, default=None
@@ -76,28 +76,28 @@ class Output:
 
 def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
     """Every parameter of the model, declared once; `source_width`: of a decoder, the width of its encoder."""
-    parts = {
+    trees = {
         "embedding": embedding.spec(config), "layers": layout.spec(config, source_width), "heads": heads.spec(config),
         "shared": layout.shared_spec(config, source_width),
     }  # fmt: skip
-    table = getattr(parts["embedding"].get("tokens"), "shape", None)
-    wanted = config.vocab_size, config.hidden_width
-    if config.tie_embeddings and table != wanted and heads.language_model(config):
+    table = getattr(trees["embedding"].get("tokens"), "shape", None)
+    expected = config.vocab_size, config.hidden_width
+    if config.tie_embeddings and table != expected and heads.language_model(config):
         raise ConfigError(
-            f"model.tie_embeddings=True: the head reads by a table `tokens` {wanted} of the embedding, which has {table}; "
+            f"model.tie_embeddings=True: the head reads by a table `tokens` {expected} of the embedding, which has {table}; "
             "set it to False, or give the embedding such a table"
         )
     own = layout.kinds(config, source_width)[0].block.stack_spec or {}
-    if both := sorted(own.keys() & parts.keys()):
+    if both := sorted(own.keys() & trees.keys()):
         raise ConfigError(f"model.block: its parameter {both[0]!r} has the name of a part of the model; give it another name")
-    tree = {name: part for name, part in (parts | own).items() if part}
+    tree = {name: leaves for name, leaves in (trees | own).items() if leaves}
     return config.init_std.spec(tree, config.d_model) if isinstance(config.init_std, MuP) else tree
 
 
 def check_params(declared: Tree, tree: Tree) -> None:
     """ConfigError for the first parameter that is missing, unknown or misshapen; more heads and prepared layers are allowed."""
     if isinstance(tree.get("layers"), tuple):
-        declared, tree = ({name: part for name, part in each.items() if name != "layers"} for each in (declared, tree))
+        declared, tree = ({name: leaves for name, leaves in each.items() if name != "layers"} for each in (declared, tree))
     if found := params.mismatch(declared, tree, r"(^|/)heads(/|$)"):
         raise ConfigError(f"apply: parameter {found}; models.init makes those of the config")
 
@@ -143,7 +143,7 @@ in_explicit_axes = auto_axes(activation_specs(output_axes))  # of f(...) -> Outp
 
 
 def read(config: ModelConfig, params: Tree, output: Output, padding_mask=None, inputs: Tree = None) -> Output:
-    """The output of `encode`, with what the heads of the config make of its hidden states and of `Inputs.inputs`."""
+    """The output of `encode`, with the outputs of the config's heads, which read its hidden states and `Inputs.inputs`."""
     trees, found = params.get("heads", {}), {}
     check_params({"heads": heads.spec(config)}, {"heads": trees})
     for name, head in heads.heads(config, params["embedding"].get("tokens")).items():
@@ -157,7 +157,7 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
     check_inputs(config, inputs)
     source_width = None if inputs.encoded is None else inputs.encoded.hidden.shape[-1]
     declared = spec(config, source_width)
-    check_params({name: part for name, part in declared.items() if name != "heads"}, params)
+    check_params({name: leaves for name, leaves in declared.items() if name != "heads"}, params)
     context, layer_masks, cache = locate(config, params, inputs)
     embedding_key, layers_key = (None, None) if inputs.dropout_key is None else jax.random.split(inputs.dropout_key)
     masked = inputs.inputs.get("masked") if isinstance(inputs.inputs, dict) else None
@@ -187,41 +187,41 @@ def of_block(block: Block, params: Tree) -> Tree:
 
 
 def does_not_fit(config: ModelConfig, cache: Any) -> Bool[jax.Array, " B"]:
-    """The rows with more tokens than slots, or than their rotations are for."""
-    rows = cache.lengths > cache.capacity
+    """Whether a batch row has more tokens than its cache holds, or more than its rotations are for."""
+    is_too_long = cache.lengths > cache.capacity
     if cache.text_lengths is None:
-        return rows
-    return rows | (cache.lengths > rotation_until(config.positions, cache.text_lengths))
+        return is_too_long
+    return is_too_long | (cache.lengths > rotation_until(config.positions, cache.text_lengths))
 
 
 def locate(config: ModelConfig, params: Tree, inputs: Inputs) -> tuple[Context, tuple[Mask, ...], Any]:
     """Where the tokens stand: (what all layers read, the masks of the layers, the cache with these tokens in it)."""
     cache, segment_ids, positions, slot_positions = inputs.cache, inputs.segment_ids, inputs.positions, None
-    T, explicit, before = embedding.length(config, inputs.tokens), positions is not None, None
+    T, explicit_positions, cached_lengths = embedding.length(config, inputs.tokens), positions is not None, None
     # what a mask draws depends on the config alone, not on a batch's padding or a cache's empty slots
     layer_masks = tuple(mask.sized(config.context_length) for mask in config.masks)
     if segment_ids is not None:
         slot_positions, visible = within_segments(segment_ids), same_segment(config, segment_ids)
         layer_masks = tuple(at_positions(m, slot_positions) & visible for m in layer_masks)
     if cache is not None:
-        before, cache = cache.lengths, cache.extend(*inputs.tokens.shape[:2], inputs.lengths)
-        if before is None and inputs.lengths is not None:  # padding comes last: under a causal mask no token sees it
+        cached_lengths, cache = cache.lengths, cache.extend(*inputs.tokens.shape[:2], inputs.lengths)
+        if cached_lengths is None and inputs.lengths is not None:  # padding comes last: under a causal mask no token sees it
             hide = masks.lengths(kv=inputs.lengths)
             layer_masks = tuple(mask if masks.is_causal(mask) else mask & hide for mask in layer_masks)
-    if explicit:
+    if explicit_positions:
         slot_positions = positions if cache is None else None
     elif slot_positions is not None:
         positions = slot_positions
     else:
-        positions = jnp.arange(T)[None] if before is None else before[:, None] + jnp.arange(T)[None]
+        positions = jnp.arange(T)[None] if cached_lengths is None else cached_lengths[:, None] + jnp.arange(T)[None]
         if inputs.lengths is not None:  # padding has the position of the last token: some rotations read the largest one
             positions = jnp.maximum(jnp.minimum(positions, cache.lengths[:, None] - 1), 0)
     if cache is not None and cache.text_lengths is None and rotation_until(config.positions, 1) is not None:
-        whole = positions.max(axis=1) + 1  # the first call reads the whole text
-        cache = replace(cache, text_lengths=jnp.broadcast_to(whole, cache.lengths.shape))
+        text_lengths = positions.max(axis=1) + 1  # the first call reads the whole text
+        cache = replace(cache, text_lengths=jnp.broadcast_to(text_lengths, cache.lengths.shape))
     context = Context(
-        masks.full(), positions, slot_positions, gaps=explicit, lengths=before,
-        cache_length=0 if cache is None else cache.capacity,
+        masks.full(), positions, slot_positions, explicit_positions=explicit_positions,
+        lengths=cached_lengths, cache_length=0 if cache is None else cache.capacity,
         text_lengths=None if cache is None else cache.text_lengths,
         shared=params.get("shared"), inputs=inputs.inputs, padding_mask=inputs.padding_mask, source=inputs.encoded,
         tap=tap(inputs.intermediates, inputs.edits),
@@ -241,17 +241,17 @@ def same_segment(config: ModelConfig, segment_ids: Int[jax.Array, "B T"]) -> Mas
 
 
 def at_positions(mask: Mask, positions: Int[jax.Array, "B S"]) -> Mask:
-    """The mask at positions of segments. Rules of distance stay: slots are as far apart, without padding inside."""
+    """The mask at positions of segments. Rules of distance stay: indices are as far apart, because segments hold no padding."""
 
-    def stays(part):
-        return part in (masks.causal(), masks.full()) or masks.shift_invariant(part)
+    def stays(conjunct):
+        return conjunct in (masks.causal(), masks.full()) or masks.shift_invariant(conjunct)
 
-    def located(part):
-        return Mask(_at_positions, arrays=(positions,), parts=(part,))
+    def located(conjunct):
+        return Mask(_at_positions, arrays=(positions,), parts=(conjunct,))
 
-    return reduce(Mask.__and__, (part if stays(part) else located(part) for part in mask.conjuncts()))
+    return reduce(Mask.__and__, (conjunct if stays(conjunct) else located(conjunct) for conjunct in mask.conjuncts()))
 
 
 def _at_positions(mask, q, kv):
-    (positions,), (part,) = mask.arrays, mask.parts
-    return part._evaluate(lookup(positions, q), lookup(positions, kv))
+    (positions,), (inner,) = mask.arrays, mask.parts
+    return inner._evaluate(lookup(positions, q), lookup(positions, kv))

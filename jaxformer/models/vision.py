@@ -56,12 +56,12 @@ def resize(config: ModelConfig, weights: Tree, image: tuple[int, int]) -> tuple[
     if not isinstance(config.positions, Learned):
         return new, weights
     table, (height, width) = weights["embedding"]["positions"], config.embedding.grid
-    before = len(table) - height * width  # the offset's rows and the class token's
+    other_positions = len(table) - height * width  # the offset's rows and the class token's
     wide = jnp.promote_types(table.dtype, jnp.float32)
     down, across = (jnp.asarray(bicubic(*sizes), wide) for sizes in zip((height, width), patches.grid, strict=True))
-    grid = table[before:].reshape(height, width, -1).astype(wide)
+    grid = table[other_positions:].reshape(height, width, -1).astype(wide)
     grid = jnp.einsum("yh,xw,hwd->yxd", down, across, grid, precision="highest")
-    positions = jnp.concatenate([table[:before], grid.reshape(-1, grid.shape[-1]).astype(table.dtype)])
+    positions = jnp.concatenate([table[:other_positions], grid.reshape(-1, grid.shape[-1]).astype(table.dtype)])
     return new, weights | {"embedding": weights["embedding"] | {"positions": positions}}
 
 

@@ -45,10 +45,10 @@ def corrupt_spans(
     def corrupt(key: Array, row: Array) -> tuple[Array, Array]:
         lengths = [_partition(each, n, spans) for each, n in zip(jax.random.split(key), (T - count, count), strict=True)]
         borders = jnp.cumsum(jnp.stack(lengths, axis=1).reshape(-1))
-        part = jnp.searchsorted(borders, jnp.arange(T), side="right")  # 0: stays, 1: first span, 2: stays, ...
-        in_span = part % 2 == 1
-        starts = in_span & (part != jnp.concatenate([jnp.zeros(1, part.dtype), part[:-1]]))
-        marks = jnp.where(starts, sentinel - part // 2, -1)
+        piece = jnp.searchsorted(borders, jnp.arange(T), side="right")  # 0: stays, 1: first span, 2: stays, ...
+        in_span = piece % 2 == 1
+        starts = in_span & (piece != jnp.concatenate([jnp.zeros(1, piece.dtype), piece[:-1]]))
+        marks = jnp.where(starts, sentinel - piece // 2, -1)
         source = jnp.where(starts, marks, jnp.where(in_span, -1, row))
         target = jnp.stack([marks, jnp.where(in_span, row, -1)], axis=1).reshape(-1)
         return _compact(source, T - count + spans, end), _compact(target, count + spans, end)
@@ -92,11 +92,11 @@ class SpanCorruption:
         return tokens + spans + 1, length - tokens + spans + 1
 
     def example(self, model: Any, batch: Batch) -> Batch:
-        """What a report may draw: source and target of a text, with spans that are drawn once."""
+        """For reports: source and target of a text, with spans from a fixed key."""
         return self.pair(batch, jax.random.key(0))
 
     def pair(self, batch: Batch, key: Array) -> Batch:
-        """Source, inputs, labels and weights that the spans of a draw make of texts."""
+        """Source, inputs, labels and weights of texts whose spans are drawn from the key."""
         source, labels = corrupt_spans(key, batch["tokens"], self.sentinel, self.end, self.rate, self.mean_span)
         inputs = jnp.concatenate([jnp.full_like(labels[:, :1], self.start), labels[:, :-1]], axis=1)
         full = jnp.all(batch["weights"] > 0, axis=1, keepdims=True)

@@ -31,7 +31,7 @@ def hide_tokens(
     key: Array, tokens: Int[Array, "B T"], mask_token: int, rate: float = 0.15, word_starts: Bool[Array, "B T"] | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Int[Array, "B T"], Bool[Array, "B T"]]:  # fmt: skip
-    """(the text with some tokens hidden, which they are). Devlin et al. 2018, arXiv:1810.04805, section 3.1.
+    """(the text with some tokens hidden, whether each token is chosen). Devlin et al. 2018, arXiv:1810.04805, section 3.1.
 
     Each word is chosen with probability `rate`. Of the chosen tokens 80 % become `mask_token`, 10 % a random one of the ids
     below `vocab_size` (by default below `mask_token`), 10 % stay as they are. A word is a token, or all from one of
@@ -39,14 +39,14 @@ def hide_tokens(
     """
     choose, kind, draw = jax.random.split(key, 3)
     if word_starts is None:
-        chosen = jax.random.bernoulli(choose, rate, tokens.shape)
+        is_chosen = jax.random.bernoulli(choose, rate, tokens.shape)
     else:
         words = jax.random.bernoulli(choose, rate, (len(tokens), tokens.shape[1] + 1))
-        chosen = jnp.take_along_axis(words, jnp.cumsum(word_starts, axis=1), axis=1)
+        is_chosen = jnp.take_along_axis(words, jnp.cumsum(word_starts, axis=1), axis=1)
     share = jax.random.uniform(kind, tokens.shape)
     others = jax.random.randint(draw, tokens.shape, 0, vocab_size or mask_token, tokens.dtype)
     hidden = jnp.where(share < 0.8, mask_token, jnp.where(share < 0.9, others, tokens))
-    return jnp.where(chosen, hidden, tokens), chosen
+    return jnp.where(is_chosen, hidden, tokens), is_chosen
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class MaskedTokens:
         if needed > (size := vocab_size(model, self.mask_token)):
             raise ConfigError(f"objective.mask_token={self.mask_token}: model.vocab_size={size} must be at least {needed}")
         tokens, weights = batch["tokens"], batch["weights"]
-        inputs, chosen = hide_tokens(key, tokens, self.mask_token, self.rate, batch.get("word_starts"), self.vocab_size)
+        inputs, is_chosen = hide_tokens(key, tokens, self.mask_token, self.rate, batch.get("word_starts"), self.vocab_size)
         words = (weights > 0) & ~batch.get("control_tokens", jnp.zeros(tokens.shape, bool))
         inputs = jnp.where(words, inputs, tokens)
-        return batch | {"tokens": inputs, "labels": tokens, "weights": jnp.where(chosen & words, weights, 0)}
+        return batch | {"tokens": inputs, "labels": tokens, "weights": jnp.where(is_chosen & words, weights, 0)}
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class NextSentence:
         inputs = dict(dropout_key=inside, dtype=context.dtype, **model_inputs(batch))
         output = models.apply(model, params, hidden["tokens"], **inputs)
         tokens = head_cross_entropy(model, words, params, output.hidden, hidden["labels"], hidden["weights"])
-        rows = jnp.any(batch["weights"] > 0, axis=1).astype(batch["weights"].dtype)
-        sentences = cross_entropy(output.heads[self.head], batch["labels"], rows)
+        sentence_weights = jnp.any(batch["weights"] > 0, axis=1).astype(batch["weights"].dtype)
+        sentences = cross_entropy(output.heads[self.head], batch["labels"], sentence_weights)
         sums = with_reports(tokens, output, unit="tokens")
         joint = sums.loss + sentences.loss * (tokens.weight / jnp.maximum(sentences.weight, 1))
         figures = {

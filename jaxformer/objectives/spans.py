@@ -46,10 +46,10 @@ class SpanCrossEntropy:
 
 
 def is_in_passage(passage: Array, labels: Array) -> Array:
-    """Whether both labels `[B, 2]` of a row are places of its passage `[B, T]`, the first not behind the last."""
+    """Whether both labels `[B, 2]` are positions in their passage `[B, T]`, the first not behind the last."""
     T = passage.shape[1]
-    places = jnp.clip(labels, 0, T - 1)
-    inside = jnp.take_along_axis(passage, places, axis=1) & (labels == places)
+    clipped = jnp.clip(labels, 0, T - 1)
+    inside = jnp.take_along_axis(passage, clipped, axis=1) & (labels == clipped)
     return inside.all(axis=1) & (labels[:, 0] <= labels[:, 1])
 
 
@@ -57,5 +57,5 @@ def best_spans(logits: Array) -> Array:
     """First and last position `[B, 2]`, first <= last, with the largest sum of their logits `[B, 2, T]`."""
     firsts, lasts = logits[:, 0], logits[:, 1]
     last = jnp.argmax(jax.lax.cummax(firsts, axis=1) + lasts, axis=1)
-    before = jnp.arange(firsts.shape[1])[None] <= last[:, None]
-    return jnp.stack([jnp.argmax(jnp.where(before, firsts, -jnp.inf), axis=1), last], axis=1)
+    is_candidate = jnp.arange(firsts.shape[1])[None] <= last[:, None]
+    return jnp.stack([jnp.argmax(jnp.where(is_candidate, firsts, -jnp.inf), axis=1), last], axis=1)

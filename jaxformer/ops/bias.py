@@ -20,15 +20,15 @@ class Bias:
     """A score bias as a rule of positions, evaluated only where it is needed, differentiable in its arrays.
 
     `rule(bias, q_positions [T], kv_positions [S]) -> [B or 1, N, T, S]`; or, where `by_distance`, `rule(bias, distances
-    [R]) -> [N, R]` of the distances key - query. `arrays` are its parameters (floating point). `rows`, each `[B, T, ...]`,
-    have a line for every query; the rule gets only those of its queries.
+    [R]) -> [N, R]` of the distances key - query. `arrays` are its parameters (floating point). Each of `query_arrays`, `[B, T,
+    ...]`, has an entry for every query; the rule gets only the entries of its queries.
     """
 
     rule: Callable = struct.field(pytree_node=False)
     args: tuple = struct.field(pytree_node=False, default=())
     by_distance: bool = struct.field(pytree_node=False, default=False)
     arrays: tuple = ()
-    rows: tuple = ()
+    query_arrays: tuple = ()
 
     def block(self, q_start, q_length: int, kv_start, kv_length: int) -> Float[Array, "#B N T S"]:
         """The bias of `q_length` queries from absolute position `q_start` on and of keys likewise."""
@@ -40,13 +40,13 @@ class Bias:
 
 
 def bias_between(bias: Bias | Callable, q: Int[Array, "#B T"], kv: Int[Array, "#B S"]) -> Float[Array, "#B N T S"]:
-    """The bias of queries and keys at these positions of their rows. Raises ConfigError for a bias that differs by row."""
+    """The bias at these positions of each batch row. Raises ConfigError for a bias that differs by batch row."""
 
     def of_row(q: Array, kv: Array) -> Array:
         if isinstance(bias, Bias) and bias.by_distance:
             return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
         scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
-        if (scores.ndim == 4 and scores.shape[0] > 1) or getattr(bias, "rows", ()):
+        if (scores.ndim == 4 and scores.shape[0] > 1) or getattr(bias, "query_arrays", ()):
             raise ConfigError(f"positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
         return scores.reshape(scores.shape[-3:])
 
@@ -54,12 +54,12 @@ def bias_between(bias: Bias | Callable, q: Int[Array, "#B T"], kv: Int[Array, "#
     return jax.vmap(of_row)(*(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, kv)))
 
 
-def _toeplitz(diagonals: Float[Array, "N R"], rows: int) -> Float[Array, "N T S"]:
-    """out[n, i, j] = diagonals[n, j - i + rows - 1] for R = rows + S - 1, without a gather."""
+def _toeplitz(diagonals: Float[Array, "N R"], T: int) -> Float[Array, "N T S"]:
+    """out[n, i, j] = diagonals[n, j - i + T - 1] for R = T + S - 1, without a gather."""
     N, R = diagonals.shape
     # copies of the diagonals, one zero after each, are read as lines one entry shorter: each begins one entry earlier
-    copies = jnp.broadcast_to(jnp.pad(diagonals, ((0, 0), (0, 1)))[:, None], (N, rows, R + 1)).reshape(N, -1)
-    return copies[:, rows - 1 : -1].reshape(N, rows, R)[:, :, : R - rows + 1]
+    copies = jnp.broadcast_to(jnp.pad(diagonals, ((0, 0), (0, 1)))[:, None], (N, T, R + 1)).reshape(N, -1)
+    return copies[:, T - 1 : -1].reshape(N, T, R)[:, :, : R - T + 1]
 
 
 def alibi(num_heads: int) -> Bias:
@@ -128,11 +128,11 @@ def shaw(query: Float[Array, "B T N H"], table: Float[Array, "R H"], scale: floa
         raise ValueError(f"shaw: a table [2 k + 1, H] of relative keys; got {table.shape} for queries {query.shape}")
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = einsum("btnh,rh->btnr", query, table, dtype=wide) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return Bias(_shaw, rows=(scores,))
+    return Bias(_shaw, query_arrays=(scores,))
 
 
 def _shaw(bias, q_positions, kv_positions):
-    (scores,) = bias.rows
+    (scores,) = bias.query_arrays
     k = scores.shape[-1] // 2
     distances = jnp.clip(kv_positions[None, :] - q_positions[:, None], -k, k) + k
     return jnp.take_along_axis(scores.transpose(0, 2, 1, 3), distances[None, None], axis=-1)

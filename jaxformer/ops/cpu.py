@@ -50,12 +50,12 @@ def contraction(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> Array
     batch = [axis for axis in a_axes if axis in b_axes and axis in out]
     summed = [axis for axis in a_axes if axis in b_axes and axis not in out]
 
-    def places(axes):
+    def axis_numbers(axes):
         return ([a_axes.index(axis) for axis in axes], [b_axes.index(axis) for axis in axes])
 
     with jax.named_scope(f"{a_axes},{b_axes}->{out}"):
         wide = jnp.promote_types(a.dtype, jnp.float32)
-        y = jax.lax.dot_general(a, b, (places(summed), places(batch)), preferred_element_type=wide)
+        y = jax.lax.dot_general(a, b, (axis_numbers(summed), axis_numbers(batch)), preferred_element_type=wide)
         order = batch + [axis for axis in a_axes + b_axes if axis not in batch + summed]
         return jnp.transpose(y, [order.index(axis) for axis in out])
 

@@ -26,7 +26,7 @@ from jaxformer.sharding import (
 
 @struct.dataclass
 class LossSums:
-    """What an objective returns: sums over a batch, of which nothing is divided yet.
+    """What an objective returns: sums over a batch, not yet divided by the weight.
 
     The loss of a step is `loss / weight`, summed over all parts of its batch first. `updates` is a partial tree of
     the parameters: new values of variables (`params.Spec(trained=False)`), by the model's paths, and under
@@ -110,16 +110,16 @@ def _maximum(logits, picked, labels):
     """(the largest logit, or 0 where that is not finite; whether the label is its first place)."""
 
     def by_bits(logits, picked, labels):
-        picked, places = picked[..., None], jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-        first = (logits < picked) | ((logits == picked) & (places >= labels[..., None]))
+        picked, class_ids = picked[..., None], jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
+        first = (logits < picked) | ((logits == picked) & (class_ids >= labels[..., None]))
         return jnp.max(logits, axis=-1), jnp.all(first, axis=-1)
 
-    def by_place(logits, picked, labels):
+    def by_index(logits, picked, labels):
         best = jnp.argmax(logits, axis=-1)
         return _pick(logits, best), best == labels
 
     # a GPU reads the logits once more for the bits; a CPU takes twice the time of the loss for the place
-    top, correct = jax.lax.platform_dependent(logits, picked, labels, cuda=by_place, default=by_bits)
+    top, correct = jax.lax.platform_dependent(logits, picked, labels, cuda=by_index, default=by_bits)
     return jnp.where(jnp.isfinite(top), top, 0), correct
 
 
@@ -131,14 +131,14 @@ def _pick(logits, labels):
 
 @_pick.defjvp
 def _pick_tangent(primals, tangents):
-    def by_place(d_logits, labels):
-        places = jax.lax.broadcasted_iota(labels.dtype, d_logits.shape, d_logits.ndim - 1)
-        return jnp.sum(jnp.where(places == labels[..., None], d_logits, 0), axis=-1)
+    def by_index(d_logits, labels):
+        class_ids = jax.lax.broadcasted_iota(labels.dtype, d_logits.shape, d_logits.ndim - 1)
+        return jnp.sum(jnp.where(class_ids == labels[..., None], d_logits, 0), axis=-1)
 
     (logits, labels), (d_logits, _) = primals, tangents
     # Transposed, the one is a scatter, which a GPU writes as an array of its own, and the other a part of the loss's gradient
     # there. A CPU takes as long for both.
-    return _pick(logits, labels), jax.lax.platform_dependent(d_logits, labels, cpu=_pick, default=by_place)
+    return _pick(logits, labels), jax.lax.platform_dependent(d_logits, labels, cpu=_pick, default=by_index)
 
 
 class _Options(NamedTuple):
@@ -212,12 +212,14 @@ def _on_shards(function, options: _Options, tokens: _Tokens, head: _Head):
     """`function(options, tokens, head)` -> (sums, gradients) on each device of the mesh, added up over all tokens."""
     head = head._replace(kernel=head.kernel.astype(tokens.hidden.dtype))  # the loop would round it anew for each chunk
     # left to the compiler, the gradient of the head would be summed over devices once a chunk
-    rows, columns = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.labels.shape, strict=True))
-    axes, vocab = rows + columns, mesh_axes("vocab", head.kernel.shape[0]) or None
+    batch_axes, length_axes = (
+        mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.labels.shape, strict=True)
+    )
+    axes, vocab = batch_axes + length_axes, mesh_axes("vocab", head.kernel.shape[0]) or None
     if not axes:
         return function(options, tokens, head)
-    tokens_spec, bias_spec = P(rows or None, columns or None), P(vocab)
-    kernel_spec = P(vocab, "fsdp" if "fsdp" in rows else None)
+    tokens_spec, bias_spec = P(batch_axes or None, length_axes or None), P(vocab)
+    kernel_spec = P(vocab, "fsdp" if "fsdp" in batch_axes else None)
     head = head._replace(kernel=all_gather_weight(tokens.hidden.dtype, bias_spec, kernel_spec, head.kernel))
 
     def on_each(tokens, head):
@@ -240,8 +242,8 @@ def _total(d, axes: tuple[str, ...], vocab: tuple[str, ...], spec: P):
         if "fsdp" not in spec:
             return psum(d[0], axes)
         others = tuple(axis for axis in axes if axis != "fsdp")
-        part = reduce_scatter(d[0].T, "fsdp").T
-        return psum(part, others) if others else part
+        gradient = reduce_scatter(d[0].T, "fsdp").T
+        return psum(gradient, others) if others else gradient
 
     specs = dict(in_specs=P(axes, *spec[:1]), out_specs=spec, axis_names=frozenset(axes + vocab))
     return jax.shard_map(on_each, **specs, check_vma=False)(d)

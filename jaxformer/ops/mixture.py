@@ -32,7 +32,9 @@ from jaxformer.sharding import (
     with_sharding,
 )  # fmt: skip
 
-Outputs = tuple[Float[Array, "N D"], Int[Array, ""]]  # the experts' weighted sum of each token; how many choices had a row
+Outputs = tuple[
+    Float[Array, "N D"], Int[Array, ""]
+]  # each token's weighted sum over its experts; the number of choices that experts served
 
 
 class Routing(NamedTuple):
@@ -44,11 +46,11 @@ class Routing(NamedTuple):
 
 
 class RoutingStatistics(NamedTuple):
-    """What the router did with the real tokens."""
+    """What the router did with the tokens that are no padding."""
 
     fraction: Array  # [E], choices of each expert a token; the sum is top_k
     probability: Array  # [E], mean of the softmax
-    dropped: Array  # share of the choices for which an expert had no room
+    dropped: Array  # share of the choices beyond the capacity of their expert
     z: Array  # the router's z-loss, which keeps logits small: the mean of logsumexp(logits)^2. ST-MoE, eq. 5
 
 
@@ -84,10 +86,10 @@ class Experts(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """Tokens and their choices, slot by slot: all first choices come before the second ones."""
+    """Tokens and their choices: all first choices come before all second ones."""
 
     tokens: Any  # [N, D]
-    experts: Any  # [top_k, N]; a number beyond the experts for a choice that counts in nothing
+    experts: Any  # [top_k, N]; a number beyond the experts for a choice that no expert serves
     weights: Any  # [top_k, N]
 
 
@@ -104,24 +106,24 @@ class Split(NamedTuple):
 def mixture(
     x: Float[Array, "B T D"], router: Float[Array, "D E"], gate: Float[Array, "E D F"] | None, up: Float[Array, "E D F"],
     down: Float[Array, "E F D"], activation: Callable, *, top_k: int, normalise: bool = True, capacity: float | None = None,
-    device_capacity: float | None = None, real: Bool[Array, "B T"] | None = None, groups: int = 1,
+    device_capacity: float | None = None, padding_mask: Bool[Array, "B T"] | None = None, groups: int = 1,
 ) -> tuple[Float[Array, "B T D"], RoutingStatistics]:  # fmt: skip
     """sum_k w_k expert_{e_k}(x), where w and e are `route`d by x router; and statistics of the choices.
 
     An expert is activation(x up) down, or (activation(x gate) * (x up)) down. The router works in float32 or better
-    (Switch, section 2.4). Tokens with real=False go to no expert: their output is zero, and they count in nothing. Without
-    a capacity no choice is dropped. With one, an expert takes ceil(capacity top_k n / E) choices of each of the `groups` of
-    n = B T / groups tokens (GShard's groups, section 3.2; consecutive rows): first choices come before second ones (section
-    2.2), then the order of the batch decides, so a token may depend on later ones. ConfigError where B is no multiple of
-    `groups`.
+    (Switch, section 2.4). Where `padding_mask` is False a token goes to no expert: its output is zero, and no statistic
+    counts it. Without a capacity no choice is dropped. With one, an expert takes ceil(capacity top_k n / E) choices of each
+    of the `groups` of n = B T / groups tokens (GShard's groups, section 3.2; consecutive batch rows): first choices come
+    before second ones (section 2.2), then the order of the batch decides, so a token may depend on later ones. ConfigError
+    where B is no multiple of `groups`.
 
     On a mesh the choices, what is dropped and the statistics are those of one device. Weights are gathered over `fsdp`.
     Tokens reach experts that are split over `expert` by `gather_scatter`, or by `all_to_all` where each device has whole
-    groups: there the memory and the exchange are those of its groups' room.
-    Without a capacity a device of P along `expert` has memory for the case that its experts get all they can. With a
-    `device_capacity` it has memory for ceil(device_capacity top_k n / P) choices of n tokens, and drops later ones.
+    groups: there the memory and the exchange are those of its groups' capacity.
+    Without a capacity each of P devices along `expert` reserves memory for all the choices that its experts may get. With a
+    `device_capacity` it reserves memory for ceil(device_capacity top_k n / P) choices of n tokens, and drops later ones.
     """
-    real = jnp.ones(x.shape[:2], bool) if real is None else real
+    padding_mask = jnp.ones(x.shape[:2], bool) if padding_mask is None else padding_mask
     (B, T, D), (E, _, F), mesh = x.shape, up.shape, jax.sharding.get_abstract_mesh()
     if B % groups:
         advice = f"expected a divisor of {B}" if B > 1 else "expected 1"
@@ -129,31 +131,33 @@ def mixture(
     batch, length = mesh_axes("batch", B), mesh_axes("length", T)
     embed = tuple(name for name in PARAMETERS["embed"] if name in batch and D % mesh.shape[name] == 0)
     split = Split(batch, length, mesh_axes("expert", E), embed, mesh_axes("mlp", F))
-    arrays = x, router, gate, up, down, real
+    arrays = x, router, gate, up, down, padding_mask
     run = partial(_on_device, split, activation, top_k, normalise, capacity, device_capacity, groups)
     if any(split):
         inward, outward = P(split.experts, embed, split.mlp), P(split.experts, split.mlp, embed)
         tokens, names = P(batch, length), auto_axis_names()
         in_specs = tokens, P(), inward, inward, outward, tokens
         # a chip's own kernels need all axes to be manual; where few rows leave weights split, the compiler keeps those axes
-        whole = all(name in embed for name in PARAMETERS["embed"] if name in names and mesh.shape[name] > 1)
-        if whole and is_explicit():
-            arrays = [a if a is None else with_sharding(a, how) for a, how in zip(arrays, in_specs, strict=True)]
-        axes = frozenset(names if whole else sum(split, ()))
+        all_manual = all(name in embed for name in PARAMETERS["embed"] if name in names and mesh.shape[name] > 1)
+        if all_manual and is_explicit():
+            arrays = [a if a is None else with_sharding(a, spec) for a, spec in zip(arrays, in_specs, strict=True)]
+        axes = frozenset(names if all_manual else sum(split, ()))
         run = jax.shard_map(run, in_specs=in_specs, out_specs=(tokens, P()), axis_names=axes)
     return run(*arrays)
 
 
-def _on_device(split: Split, activation, top_k, normalise, capacity, device_capacity, groups, x, router, gate, up, down, real):
-    """`mixture` on one device: its tokens `[B, T, D]`, and its experts, with D and F as they are split."""
+def _on_device(
+    split: Split, activation, top_k, normalise, capacity, device_capacity, groups, x, router, gate, up, down, padding_mask
+):
+    """`mixture` on one device: its tokens `[B, T, D]`, and its experts with its part of D and F."""
     (B, T, D), E = x.shape, router.shape[1]
     capacity = capacity if x.size else 0.0  # without tokens, blocks have no size and collectives nothing to gather
     logits = einsum("btd,de->bte", in_float32(x), router)
     routing = route(logits, top_k, normalise)
-    chosen = jnp.moveaxis(jnp.where(real[:, :, None], routing.experts, E), 2, 0)  # [top_k, B, T]
-    served_choices, room, rows = chosen, None, None
+    expert_ids = jnp.moveaxis(jnp.where(padding_mask[:, :, None], routing.experts, E), 2, 0)  # [top_k, B, T]
+    ids_within_capacity, expert_capacity, choice_limit = expert_ids, None, None
     if capacity is not None:
-        served_choices, room, rows = _with_room(split, chosen, E, capacity, groups)
+        ids_within_capacity, expert_capacity, choice_limit = _within_capacity(split, expert_ids, E, capacity, groups)
 
     # pcast here, not where arrays first meet: its transpose is a sum over devices, and these arrays are the smallest
     def spread(a):
@@ -164,142 +168,148 @@ def _on_device(split: Split, activation, top_k, normalise, capacity, device_capa
 
     experts = Experts(None if gate is None else gather(gate, 1), gather(up, 1), gather(down, 2), activation)
     tokens, weights = spread(x.reshape(B * T, D)), routing.weights.reshape(B * T, top_k).T
-    choices = Choices(tokens, served_choices.reshape(top_k, B * T), weights)
+    choices = Choices(tokens, ids_within_capacity.reshape(top_k, B * T), weights)
     tokens_split = set(split.experts) <= set(split.batch)  # over the axis of experts, too
     if device_capacity is not None and split.experts:  # of tokens that a device of `gather_scatter` sees
-        seen = B * T if tokens_split else B * T / lax.axis_size(split.experts)
-        rows = math.ceil(device_capacity * top_k * seen - 1e-9)
-    match split.experts, tokens_split, room:
+        tokens_of_device = B * T if tokens_split else B * T / lax.axis_size(split.experts)
+        choice_limit = math.ceil(device_capacity * top_k * tokens_of_device - 1e-9)
+    match split.experts, tokens_split, expert_capacity:
         case (), _, _:
-            out, served = local(choices, experts, E, room, rows)
+            out, served_count = local(choices, experts, E, expert_capacity, choice_limit)
         case axes, True, int(length):
-            out, served = all_to_all(choices, experts, E, length, axes)
+            out, served_count = all_to_all(choices, experts, E, length, axes)
         case axes, _, _:
-            out, served = gather_scatter(choices, experts, E, room, axes, tokens_split, rows)
+            out, served_count = gather_scatter(choices, experts, E, expert_capacity, axes, tokens_split, choice_limit)
     out = psum(out, split.mlp).reshape(B, T, D)
     # of the choices that a device gathered, each is served by one device at most
-    served = lax.psum(served, tuple(dict.fromkeys(split.batch + split.length + split.experts)))
-    return out, _statistics(split, logits, routing, chosen.reshape(top_k, B * T), real, served)
+    served_count = lax.psum(served_count, tuple(dict.fromkeys(split.batch + split.length + split.experts)))
+    return out, _statistics(split, logits, routing, expert_ids.reshape(top_k, B * T), padding_mask, served_count)
 
 
-def _with_room(split: Split, chosen: Int[Array, "top_k B T"], E: int, capacity: float, groups: int):
-    """(the choices, E for one without room; an expert's room on this device; rows of this device's experts, at most).
+def _within_capacity(split: Split, expert_ids: Int[Array, "top_k B T"], E: int, capacity: float, groups: int):
+    """(experts of the choices, E for a dropped one; an expert's capacity on this device; choices of this device, at most).
 
-    The room is None where the tokens of a group are on several devices: then all choices that are left are served.
+    The capacity is None where the tokens of a group are on several devices: then the dropped choices are marked already.
     """
-    top_k, B, T = chosen.shape
-    if not chosen.size:  # without tokens nothing is dropped, and blocks would have no size
-        return chosen, 0, None
+    top_k, B, T = expert_ids.shape
+    if not expert_ids.size:  # without tokens nothing is dropped, and blocks would have no size
+        return expert_ids, 0, None
     devices = _count(split.batch)
     tokens = B * devices * T * _count(split.length) // groups  # of a group
     # a token takes no expert twice; the small number is for products like 1.1 x 10, which are not 11 in floating point
-    room = min(math.ceil(capacity * top_k * tokens / E - 1e-9), tokens)
+    expert_capacity = min(math.ceil(capacity * top_k * tokens / E - 1e-9), tokens)
     if split.length or groups % devices:
-        return _first_choices(split, chosen, E, room, groups), None, E // _count(split.experts) * room * groups
-    here = groups // devices
-    # of one group, the bucket of an expert is its room
-    choices = chosen if here == 1 else _first_choices(split._replace(batch=()), chosen, E, room, here)
-    return choices, here * room, None
+        choices = _first_choices(split, expert_ids, E, expert_capacity, groups)
+        return choices, None, E // _count(split.experts) * expert_capacity * groups
+    groups_of_device = groups // devices
+    choices = expert_ids  # of one group, the bucket of an expert has this capacity, and drops the rest
+    if groups_of_device > 1:
+        choices = _first_choices(split._replace(batch=()), expert_ids, E, expert_capacity, groups_of_device)
+    return choices, groups_of_device * expert_capacity, None
 
 
 def _count(axes: tuple[str, ...]) -> int:
     return lax.axis_size(axes) if axes else 1
 
 
-def _first_choices(split: Split, chosen: Int[Array, "top_k B T"], E: int, room: int, groups: int):
-    """The choices, but E for one that is not among the first `room` of its expert in its group of rows.
+def _first_choices(split: Split, expert_ids: Int[Array, "top_k B T"], E: int, expert_capacity: int, groups: int):
+    """The choices, but E for one that is not among the first `expert_capacity` of its expert in its group of batch rows.
 
-    The order is that of one device with all tokens: slots, then rows, then places in a row. Devices exchange how many
-    choices each row has for each expert.
+    The order is that of one device with all tokens: first choices, then second ones; of these by batch row, then by position.
+    Devices exchange the number of choices that each batch row has for each expert.
     """
-    top_k, B, T = chosen.shape
-    known = jnp.minimum(chosen, E - 1)
-    order = jnp.argsort(chosen, axis=-1)  # stable
-    counts = jnp.sum(chosen[..., None] == jnp.arange(E)[None, None, None], axis=2)  # [top_k, B, E]
+    top_k, B, T = expert_ids.shape
+    clipped_ids = jnp.minimum(expert_ids, E - 1)
+    order = jnp.argsort(expert_ids, axis=-1)  # stable
+    counts = jnp.sum(expert_ids[..., None] == jnp.arange(E)[None, None, None], axis=2)  # [top_k, B, E]
     starts = jnp.cumsum(counts, axis=-1) - counts
-    rank = jnp.arange(T)[None, None] - jnp.take_along_axis(starts, jnp.take_along_axis(known, order, -1), -1)
+    rank = jnp.arange(T)[None, None] - jnp.take_along_axis(starts, jnp.take_along_axis(clipped_ids, order, -1), -1)
     rank = jnp.take_along_axis(rank, jnp.argsort(order, axis=-1), -1)  # among the row's choices on this device
-    before = jnp.zeros_like(counts)
-    if split.length:  # parts of the row on other devices
-        parts = lax.all_gather(counts, split.length)
-        earlier = jnp.arange(len(parts)) < lax.axis_index(split.length)
-        before = jnp.sum(jnp.where(earlier[:, None, None, None], parts, 0), axis=0)
-        counts = jnp.sum(parts, axis=0)
+    earlier_counts = jnp.zeros_like(counts)
+    if split.length:  # other devices have earlier tokens of the batch row
+        device_counts = lax.all_gather(counts, split.length)
+        is_earlier = jnp.arange(len(device_counts)) < lax.axis_index(split.length)
+        earlier_counts = jnp.sum(jnp.where(is_earlier[:, None, None, None], device_counts, 0), axis=0)
+        counts = jnp.sum(device_counts, axis=0)
     first = 0
     if split.batch:
         counts = lax.all_gather(counts, split.batch, axis=1, tiled=True)
         first = lax.axis_index(split.batch) * B
     in_group = jnp.moveaxis(counts.reshape(top_k, groups, -1, E), 1, 0).reshape(groups, -1, E)
-    totals = jnp.cumsum(in_group, axis=1) - in_group  # of the slots and rows before
+    totals = jnp.cumsum(in_group, axis=1) - in_group  # of first choices before second ones, and of earlier batch rows
     totals = jnp.moveaxis(totals.reshape(groups, top_k, -1, E), 0, 1).reshape(top_k, -1, E)
-    before += lax.dynamic_slice_in_dim(totals, first, B, axis=1)
-    return jnp.where(rank + jnp.take_along_axis(before, known, -1) < room, chosen, E)
+    earlier_counts += lax.dynamic_slice_in_dim(totals, first, B, axis=1)
+    return jnp.where(rank + jnp.take_along_axis(earlier_counts, clipped_ids, -1) < expert_capacity, expert_ids, E)
 
 
-def _statistics(split: Split, logits, routing: Routing, chosen, real, served) -> RoutingStatistics:
+def _statistics(split: Split, logits, routing: Routing, expert_ids, padding_mask, served_count) -> RoutingStatistics:
     def total(a):
         return lax.psum(a, split.batch + split.length)
 
-    sizes, top_k = count_choices(chosen, logits.shape[-1]), chosen.shape[0]
-    asked = total(jnp.sum(sizes))
-    fraction = total(sizes).astype(logits.dtype) * top_k / jnp.maximum(asked, 1)
-    probability = _mean(routing.probabilities, real, total)
-    z = _mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), real, total)
-    return RoutingStatistics(fraction, probability, (asked - served).astype(logits.dtype) / jnp.maximum(asked, 1), z)
+    sizes, top_k = count_choices(expert_ids, logits.shape[-1]), expert_ids.shape[0]
+    choice_count = total(jnp.sum(sizes))
+    fraction = total(sizes).astype(logits.dtype) * top_k / jnp.maximum(choice_count, 1)
+    probability = _mean(routing.probabilities, padding_mask, total)
+    z = _mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), padding_mask, total)
+    return RoutingStatistics(
+        fraction, probability, (choice_count - served_count).astype(logits.dtype) / jnp.maximum(choice_count, 1), z
+    )
 
 
-def local(choices: Choices, experts: Experts, E: int, room: int | None, rows: int | None = None) -> Outputs:
-    """What these experts compute of the tokens, on this device. E is the number of all experts.
+def local(choices: Choices, experts: Experts, E: int, expert_capacity: int | None, choice_limit: int | None = None) -> Outputs:
+    """The outputs of this device's experts. E is the number of all experts.
 
-    Each takes at most `room` choices, or all together at most `rows`.
+    Each expert takes at most `expert_capacity` choices, or all together at most `choice_limit`.
     """
-    here = experts.up.shape[0]
-    if room is None:
-        table, owners, used = _blocks(choices.experts, here, E, rows)
+    expert_count = experts.up.shape[0]
+    if expert_capacity is None:
+        table, block_experts, used_blocks = _blocks(choices.experts, expert_count, E, choice_limit)
 
         def product(x, w):
-            return grouped(*alike(x, w), owners, used)
+            return grouped(*alike(x, w), block_experts, used_blocks)
     else:
-        table, product = _buckets(choices.experts, here, room), _bucket_product
+        table, product = _buckets(choices.experts, expert_count, expert_capacity), _bucket_product
     return _combine(table, experts(product, _take(choices.tokens, table.tokens)), choices)
 
 
-def all_to_all(choices: Choices, experts: Experts, E: int, room: int, axes) -> Outputs:
-    """Tokens travel to the devices of their experts, a bucket of `room` rows an expert, and the outputs back.
+def all_to_all(choices: Choices, experts: Experts, E: int, expert_capacity: int, axes) -> Outputs:
+    """Tokens travel to the devices of their experts, a bucket of `expert_capacity` rows an expert, and the outputs back.
 
     Each way moves E C D numbers, C = ceil(capacity top_k n / E) for the n tokens of a device with one group (GShard,
     section 3.2).
     """
-    table = _buckets(choices.experts, E, room)
-    rows = lax.all_to_all(_take(choices.tokens, table.tokens), axes, 0, 1, tiled=True)
-    outputs = lax.all_to_all(experts(_bucket_product, rows), axes, 1, 0, tiled=True)
+    table = _buckets(choices.experts, E, expert_capacity)
+    expert_inputs = lax.all_to_all(_take(choices.tokens, table.tokens), axes, 0, 1, tiled=True)
+    outputs = lax.all_to_all(experts(_bucket_product, expert_inputs), axes, 1, 0, tiled=True)
     return _combine(table, outputs, choices)
 
 
-def gather_scatter(choices: Choices, experts: Experts, E: int, room, axes, tokens_split: bool, rows) -> Outputs:
+def gather_scatter(
+    choices: Choices, experts: Experts, E: int, expert_capacity, axes, tokens_split: bool, choice_limit
+) -> Outputs:
     """Each device computes its experts' part of the tokens of all, and the parts are summed.
 
-    On P devices P n D numbers are gathered, and scattered. Memory is P n min(top_k, E/P) rows of D and F for any choice, or
-    the `rows` that there are.
+    On P devices P n D numbers are gathered, and scattered. Memory is D and F numbers for each of P n min(top_k, E/P) choices,
+    or of `choice_limit` choices.
     """
-    here = experts.up.shape[0]
+    expert_count = experts.up.shape[0]
     if tokens_split:
         tokens = wide_on_cpu(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), choices.tokens)
         choices = Choices(tokens, *(lax.all_gather(a, axes, axis=1, tiled=True) for a in choices[1:]))
-    chosen = choices.experts - lax.axis_index(axes) * here
-    chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
-    if rows is not None:
-        earlier = jnp.cumsum(chosen.reshape(-1) < here).reshape(chosen.shape)  # this choice included
-        chosen = jnp.where(earlier <= rows, chosen, here)
-    out, served = local(choices._replace(experts=chosen), experts, E, room, rows)
-    return psum_scatter(out, axes, tiled=True) if tokens_split else psum(out, axes), served
+    local_ids = choices.experts - lax.axis_index(axes) * expert_count
+    local_ids = jnp.where((local_ids >= 0) & (local_ids < expert_count), local_ids, expert_count)
+    if choice_limit is not None:
+        earlier = jnp.cumsum(local_ids.reshape(-1) < expert_count).reshape(local_ids.shape)  # this choice included
+        local_ids = jnp.where(earlier <= choice_limit, local_ids, expert_count)
+    out, served_count = local(choices._replace(experts=local_ids), experts, E, expert_capacity, choice_limit)
+    return psum_scatter(out, axes, tiled=True) if tokens_split else psum(out, axes), served_count
 
 
-def _mean(x, real, total):
-    """The mean over the real tokens; x has the axes of `real`, and perhaps others behind them. `total` sums over devices."""
-    flags = real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
-    sums = jnp.sum(jnp.where(flags, x, 0), axis=tuple(range(real.ndim)))
-    return total(sums) / jnp.maximum(total(jnp.sum(real)), 1)
+def _mean(x, padding_mask, total):
+    """The mean over tokens that are no padding; x has the mask's axes, and perhaps others behind. `total` sums over devices."""
+    flags = padding_mask.reshape(*padding_mask.shape, *(1,) * (x.ndim - padding_mask.ndim))
+    sums = jnp.sum(jnp.where(flags, x, 0), axis=tuple(range(padding_mask.ndim)))
+    return total(sums) / jnp.maximum(total(jnp.sum(padding_mask)), 1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -314,58 +324,58 @@ _gather.defvjp(
 )
 
 
-class _Table(NamedTuple):
+class _RowTable(NamedTuple):
     """The rows that experts compute, `[count, length, D]`: which token is in each row, and the row of each choice."""
 
     tokens: Array  # [count, length]; N for an empty row
-    rows: Array  # [top_k, N]; count * length for a choice without a row
+    row_of_choice: Array  # [top_k, N]; count * length for a choice without a row
 
 
-def _take(x: Float[Array, "N D"], rows: Int[Array, "..."]) -> Float[Array, "... D"]:
-    return x.at[rows].get(mode="fill", fill_value=0)
+def _take(x: Float[Array, "N D"], indices: Int[Array, "..."]) -> Float[Array, "... D"]:
+    return x.at[indices].get(mode="fill", fill_value=0)
 
 
-def _combine(table: _Table, y: Float[Array, "count length D"], choices: Choices) -> Outputs:
-    wide = in_float32(_take(y.reshape(-1, y.shape[-1]), table.rows))  # [top_k, N, D]
+def _combine(table: _RowTable, y: Float[Array, "count length D"], choices: Choices) -> Outputs:
+    wide = in_float32(_take(y.reshape(-1, y.shape[-1]), table.row_of_choice))  # [top_k, N, D]
     sums = jnp.sum(wide * choices.weights[:, :, None].astype(wide.dtype), axis=0)
-    return sums.astype(choices.tokens.dtype), jnp.sum(table.rows < table.tokens.size)
+    return sums.astype(choices.tokens.dtype), jnp.sum(table.row_of_choice < table.tokens.size)
 
 
-def _buckets(experts: Int[Array, "top_k N"], E: int, room: int) -> _Table:
-    """A table with `room` rows for each expert; later choices are dropped."""
-    return _table(experts, count_choices(experts, E), jnp.arange(E) * room, room, E, room)
+def _buckets(experts: Int[Array, "top_k N"], E: int, expert_capacity: int) -> _RowTable:
+    """`expert_capacity` rows for each expert; later choices are dropped."""
+    return _table(experts, count_choices(experts, E), jnp.arange(E) * expert_capacity, expert_capacity, E, expert_capacity)
 
 
 def _bucket_product(x, w):
     return einsum("ebd,edf->ebf", *alike(x, w))
 
 
-def _blocks(experts: Int[Array, "top_k N"], here: int, E: int, rows: int | None):
-    """(a table in blocks, each of one expert; the expert of each block; how many blocks are used).
+def _blocks(experts: Int[Array, "top_k N"], expert_count: int, E: int, choice_limit: int | None):
+    """(the rows in blocks of one expert each; the expert of each block; the number of blocks that are used).
 
-    There are at most `rows` choices of these experts, if that is known.
+    `choice_limit`: the largest number of choices of these experts, if it is known.
     """
     top_k, N = experts.shape
     # a quarter of an expert's even share, in eights: last blocks are half empty, so an eighth of the work is lost
     length = min(8 * -(-experts.size // (32 * E)), 512)
     length += -length % LANES if length > LANES else 0
-    sizes = count_choices(experts, here)
+    sizes = count_choices(experts, expert_count)
     blocks = -(-sizes // length)  # of each expert
     ends = jnp.cumsum(blocks)
-    most = min(N * min(top_k, here), experts.size if rows is None else rows)
-    count = min((most + here * (length - 1)) // length, most)  # of blocks, at most
-    owners = jnp.minimum(jnp.sum(ends[None] <= jnp.arange(count)[:, None], axis=1), here - 1)
-    return _table(experts, sizes, (ends - blocks) * length, experts.size, count, length), owners, ends[-1]
+    max_choices = min(N * min(top_k, expert_count), experts.size if choice_limit is None else choice_limit)
+    count = min((max_choices + expert_count * (length - 1)) // length, max_choices)  # of blocks, at most
+    block_experts = jnp.minimum(jnp.sum(ends[None] <= jnp.arange(count)[:, None], axis=1), expert_count - 1)
+    return _table(experts, sizes, (ends - blocks) * length, experts.size, count, length), block_experts, ends[-1]
 
 
-def _table(experts: Int[Array, "top_k N"], sizes, first, room: int, count: int, length: int) -> _Table:
-    """Each expert's choices in a run of rows from `first[expert]` on, in their order, as many as there is room for."""
-    E, N, end = sizes.shape[0], experts.shape[1], count * length
+def _table(experts: Int[Array, "top_k N"], sizes, first, expert_capacity: int, count: int, length: int) -> _RowTable:
+    """Each expert's first `expert_capacity` choices, in consecutive rows from `first[expert]` on."""
+    E, N, row_count = sizes.shape[0], experts.shape[1], count * length
     order = jnp.argsort(experts.reshape(-1))  # stable
     expert = experts.reshape(-1)[order]
     clipped = jnp.minimum(expert, E - 1)
     rank = jnp.arange(order.size) - (jnp.cumsum(sizes) - sizes)[clipped]
-    row = jnp.where((expert < E) & (rank < room), first[clipped] + rank, end)
-    tokens = jnp.full(end, N, order.dtype).at[row].set(order % N, mode="drop")
-    rows = jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(experts.shape)
-    return _Table(tokens.reshape(count, length), rows)
+    row = jnp.where((expert < E) & (rank < expert_capacity), first[clipped] + rank, row_count)
+    tokens = jnp.full(row_count, N, order.dtype).at[row].set(order % N, mode="drop")
+    row_of_choice = jnp.zeros_like(row).at[order].set(row, unique_indices=True).reshape(experts.shape)
+    return _RowTable(tokens.reshape(count, length), row_of_choice)

@@ -36,9 +36,9 @@ def _layer_norm(x, scale, bias, eps):
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     if scale is not None:
-        y = y * _row(scale, y)
+        y = y * _as_vector(scale, y)
     if bias is not None:
-        y = y + _row(bias, y)
+        y = y + _as_vector(bias, y)
     return jnp.expand_dims(y.astype(x.dtype), ones)
 
 
@@ -47,7 +47,7 @@ def _rms_norm(x, scale, eps):
     y = jnp.squeeze(in_float32(x), ones)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
     if scale is not None:
-        y = y * _row(scale, y)
+        y = y * _as_vector(scale, y)
     return jnp.expand_dims(y.astype(x.dtype), ones)
 
 
@@ -59,7 +59,7 @@ def _computed_again(norm: Callable) -> Callable:
     return norm if platform() == "cpu" else jax.checkpoint(norm, prevent_cse=False)
 
 
-def _row(vector, like):
+def _as_vector(vector, like):
     return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)
 
 

@@ -28,7 +28,7 @@ def sinusoidal(
     """
     check_whole("sinusoidal: width", width)
     check_positive("sinusoidal: base", base)
-    positions = _whole("sinusoidal", positions)
+    positions = _as_integers("sinusoidal", positions)
     if layout not in ("interleaved", "half") or spacing not in ("paper", "tensor2tensor"):
         raise ValueError(f"sinusoidal: no layout {layout!r} with spacing {spacing!r}; see the docstring")
     if spacing == "tensor2tensor" and width % 2:
@@ -42,7 +42,7 @@ def sinusoidal(
     return jnp.stack([sin, cos], axis=-1).reshape(*positions.shape, 2 * len(i))[..., :width]
 
 
-def _whole(function: str, positions: Any) -> Array:
+def _as_integers(function: str, positions: Any) -> Array:
     """Positions as an array. Raises ValueError for fractions, which the angles would round down in silence."""
     positions = jnp.asarray(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -58,10 +58,10 @@ def _angles(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Arra
     if jnp.result_type(float) == jnp.float64:
         return positions[..., None].astype(jnp.float64) * jnp.asarray(frequencies)[None, None]
     units = frequencies / (2 * math.pi) % 1 * 2.0**32
-    whole = jnp.asarray(np.floor(units).astype(np.uint32))[None, None]
+    whole_units = jnp.asarray(np.floor(units).astype(np.uint32))[None, None]
     rests = positions[..., None].astype(jnp.float32) * jnp.asarray(units % 1, jnp.float32)[None, None]
     carried = jnp.floor(rests)
-    count = positions[..., None].astype(jnp.uint32) * whole + carried.astype(jnp.int32).astype(jnp.uint32)
+    count = positions[..., None].astype(jnp.uint32) * whole_units + carried.astype(jnp.int32).astype(jnp.uint32)
     return (count.astype(jnp.int32).astype(jnp.float32) + (rests - carried)) * (2 * math.pi / 2**32)
 
 
@@ -237,7 +237,7 @@ def rope(
     Meta's LLaMA, GPT-J); the first r = fraction * H features are rotated. Raises ValueError where r is odd. `text_lengths`:
     how long the whole text of each row is where `positions` are only a piece of it.
     """
-    positions = _whole("rope", positions)
+    positions = _as_integers("rope", positions)
     frequencies, amplitude = rope_frequencies(x.shape[-1], config, positions, text_lengths)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     angles = _rotation_angles(positions, frequencies, x.shape[-1], config)[:, :, None, :]
@@ -323,14 +323,14 @@ def _length(positions):  # of each token's segment, [B, T, 1]: positions fall wh
 
 def within_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Position of each token in its segment, a run of equal ids. Padding (0) is not counted and does not end a segment."""
-    real = segment_ids != 0
-    before = jnp.pad(fill_padding(segment_ids)[:, :-1], [(0, 0), (1, 0)])
-    index = jnp.cumsum(real, axis=1, dtype=jnp.arange(0).dtype) - 1
-    first = lax.cummax(jnp.where(real & (segment_ids != before), index, 0), axis=1)
+    is_token = segment_ids != 0
+    previous_ids = jnp.pad(fill_padding(segment_ids)[:, :-1], [(0, 0), (1, 0)])
+    index = jnp.cumsum(is_token, axis=1, dtype=jnp.arange(0).dtype) - 1
+    first = lax.cummax(jnp.where(is_token & (segment_ids != previous_ids), index, 0), axis=1)
     return jnp.maximum(index - first, 0)
 
 
 def fill_padding(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The ids, where padding (0) has the id of the last token before it."""
-    slots = jnp.arange(segment_ids.shape[1])[None]
-    return jnp.take_along_axis(segment_ids, lax.cummax(jnp.where(segment_ids != 0, slots, 0), axis=1), axis=1)
+    indices = jnp.arange(segment_ids.shape[1])[None]
+    return jnp.take_along_axis(segment_ids, lax.cummax(jnp.where(segment_ids != 0, indices, 0), axis=1), axis=1)

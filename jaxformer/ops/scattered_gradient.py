@@ -24,7 +24,7 @@ def scattered_axes(spec: str, x: Array, w: Array) -> dict[str, tuple[str, ...]]:
 
 
 def scattered_gradient(spec: str, axes: dict[str, tuple[str, ...]], dtype, x, g):
-    """The gradient of a weight, summed over devices in `dtype`, of which each device of `fsdp` keeps its rows of `d`.
+    """The gradient of a weight, summed over devices in `dtype`. Each device of `fsdp` keeps its part of the axis `d`.
 
     Left to itself, the partitioner sums the whole gradient on every device first, which moves twice as much.
     """
@@ -33,8 +33,8 @@ def scattered_gradient(spec: str, axes: dict[str, tuple[str, ...]], dtype, x, g)
     others = [name for letter in "bt" for name in axes.get(letter, ()) if name != "fsdp"]
 
     def on_each(x, g):
-        part = reduce_scatter(cpu.weight_gradient(f"{x_axes},{out}->{order}", x, g).astype(dtype), "fsdp")
-        return psum(part, others) if others else part
+        gradient = reduce_scatter(cpu.weight_gradient(f"{x_axes},{out}->{order}", x, g).astype(dtype), "fsdp")
+        return psum(gradient, others) if others else gradient
 
     def split(letters):
         return P(*(axes.get(letter) or None for letter in letters))

@@ -27,11 +27,11 @@ class StoredWeight:
 
     ndim = property(lambda self: len(self.order))
 
-    def rows(self, index: Int[Array, "..."], dtype) -> Float[Array, "... D"]:
+    def look_up(self, index: Int[Array, "..."], dtype) -> Float[Array, "... D"]:
         """Rows of a table [V, D], which a look-up reads; NaN outside it."""
         index = jnp.where(index < 0, len(self.values), index)  # jnp.take would count negative ones from the end
-        rows = jnp.take(self.values, index, axis=0).astype(dtype)
-        return rows if self.scale is None else rows * jnp.take(self.scale, index)[..., None].astype(dtype)
+        embeddings = jnp.take(self.values, index, axis=0).astype(dtype)
+        return embeddings if self.scale is None else embeddings * jnp.take(self.scale, index)[..., None].astype(dtype)
 
 
 def to_int8(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:

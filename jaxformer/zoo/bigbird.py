@@ -20,7 +20,7 @@ from jaxformer.ops.attention.kernel import Implementation
 from jaxformer.zoo.frame import approximation, by_layer, options, refuse_packed, zero_padding
 from jaxformer.zoo.visible import segment_ids
 
-Layout = Int[Array, "N rows r"] | Int[np.ndarray, "N rows r"]
+Layout = Int[Array, "N inner_blocks r"] | Int[np.ndarray, "N inner_blocks r"]
 
 
 @jax.named_scope("bigbird_attention")
@@ -50,65 +50,67 @@ def attention(
     shared: dict[str, Any] = dict(scale=scale, dropout_rate=dropout_rate)
     outer = dict(mask=segments(q_ids[:, ends], kv_ids), dropout_key=keys[0], implementation=implementation)
     dense: Any = ops.attention(query[:, ends], key, value, **outer, **shared)
-    parts = [dense[:, :block], dense[:, block:]]
+    outs = [dense[:, :block], dense[:, block:]]
     if blocks > 2:
-        parts.insert(1, _inner_blocks(query, key, value, q_ids, kv_ids, layout, block, keys[1], shared))
-    return jnp.concatenate(parts, axis=1)[:, :T]
+        outs.insert(1, _inner_blocks(query, key, value, q_ids, kv_ids, layout, block, keys[1], shared))
+    return jnp.concatenate(outs, axis=1)[:, :T]
 
 
 def _inner_blocks(query, key, value, q_ids, kv_ids, layout, block, dropout_key, shared):
-    """All but the first and last block of queries, `[B, T - 2 block, N, Hv]`: each row is an attention to gathered keys."""
+    """All but the first and last block of queries, `[B, T - 2 block, N, Hv]`: each block attends to gathered keys."""
     (B, T, N, _), K, r = query.shape, key.shape[2], layout.shape[-1]
-    rows = T // block - 2
-    near, counted = _neighbours(rows + 2)
-    index = jnp.concatenate([jnp.broadcast_to(near[None], (N, rows, 5)), jnp.asarray(layout)], axis=-1)
+    inner_blocks = T // block - 2
+    near, counted = _neighbours(inner_blocks + 2)
+    index = jnp.concatenate([jnp.broadcast_to(near[None], (N, inner_blocks, 5)), jnp.asarray(layout)], axis=-1)
     head = (jnp.arange(N) // (N // K))[:, None, None]
 
     def split(x):
-        return x.reshape(B, rows + 2, block, *x.shape[2:])
+        return x.reshape(B, inner_blocks + 2, block, *x.shape[2:])
 
-    def take_blocks(x):  # [B, T, K, H] -> [B, rows, (5 + r) block, N, H]
+    def take_blocks(x):  # [B, T, K, H] -> [B, inner_blocks, (5 + r) block, N, H]
         x = split(x).transpose(0, 3, 1, 2, 4)[:, head, index]
-        return x.reshape(B, N, rows, (5 + r) * block, -1).transpose(0, 2, 3, 1, 4)
+        return x.reshape(B, N, inner_blocks, (5 + r) * block, -1).transpose(0, 2, 3, 1, 4)
 
-    counted = np.concatenate([counted, np.ones((rows, r), bool)], axis=1)[None, None, :, :, None]
-    kv_ids = jnp.where(counted, split(kv_ids)[:, index], 0).reshape(B, N, rows, 1, -1)
+    counted = np.concatenate([counted, np.ones((inner_blocks, r), bool)], axis=1)[None, None, :, :, None]
+    kv_ids = jnp.where(counted, split(kv_ids)[:, index], 0).reshape(B, N, inner_blocks, 1, -1)
     ids = split(q_ids)[:, 1:-1, None, :, None].swapaxes(0, 1), jnp.moveaxis(kv_ids, 2, 0)
-    by_row = dict(mask=Mask(_same_id, arrays=ids), dropout_key=None if dropout_key is None else random.split(dropout_key, rows))
-    # rows joined to the batch would be computed whole on each device of a mesh
+    of_each_block = dict(
+        mask=Mask(_same_id, arrays=ids), dropout_key=None if dropout_key is None else random.split(dropout_key, inner_blocks)
+    )
+    # query blocks joined to the batch would be computed whole on each device of a mesh
     attend = jax.vmap(partial(ops.attention, implementation="reference", **shared), 1, 1)  # of keywords it maps the first axis
-    out = attend(split(query)[:, 1:-1], take_blocks(key), take_blocks(value), **by_row)
-    return out.reshape(B, rows * block, N, -1)
+    out = attend(split(query)[:, 1:-1], take_blocks(key), take_blocks(value), **of_each_block)
+    return out.reshape(B, inner_blocks * block, N, -1)
 
 
 def _same_id(mask, q, kv):
-    """`segments` of one row: ids `[B, 1, T, 1]` of its queries, `[B, N, 1, S]` of the keys that each head gathered."""
+    """`segments` of one query block: ids `[B, 1, T, 1]` of its queries, `[B, N, 1, S]` of the keys that each head gathered."""
     q_ids, kv_ids = mask.arrays
     return (q_ids == kv_ids) & (kv_ids != 0)
 
 
 def _neighbours(blocks):
-    """Key blocks 0, i - 1, i, i + 1, last of the query blocks 1 .. last - 1 `[rows, 5]`, and which of them are new."""
+    """Key blocks 0, i - 1, i, i + 1, last of the query blocks 1 .. last - 1 `[inner_blocks, 5]`, and which of them are new."""
     i = np.arange(1, blocks - 1)
     near = np.stack([0 * i, i - 1, i, i + 1, 0 * i + blocks - 1], axis=1)
     first = np.stack([(near[:, :j] != near[:, j : j + 1]).all(axis=1) for j in range(5)], axis=1)
     return near, first
 
 
-def random_layout(key: Array, T: int, block: int, r: int, heads: int) -> Int[Array, "N rows r"]:
+def random_layout(key: Array, T: int, block: int, r: int, heads: int) -> Int[Array, "N inner_blocks r"]:
     """r distinct random blocks for every inner block of queries and every head, none of them among its five."""
     blocks = -(-T // block)
     if blocks > 2 and blocks - 5 < r:
         raise ValueError(f"random_layout: {r} random blocks beside the five need {5 + r} of them; got {blocks}")
-    rows = max(blocks - 2, 0)
-    taken = np.zeros((rows, blocks), bool)
-    if rows:
-        np.put_along_axis(taken, _neighbours(blocks)[0], True, axis=1)
-    draws = jnp.where(taken[None], -1.0, random.uniform(key, (heads, rows, blocks)))
+    inner_blocks = max(blocks - 2, 0)
+    is_near = np.zeros((inner_blocks, blocks), bool)
+    if inner_blocks:
+        np.put_along_axis(is_near, _neighbours(blocks)[0], True, axis=1)
+    draws = jnp.where(is_near[None], -1.0, random.uniform(key, (heads, inner_blocks, blocks)))
     return jax.lax.top_k(draws, r)[1]
 
 
-def zero_layout(T: int, block: int, r: int, heads: int) -> Int[np.ndarray, "N rows r"]:
+def zero_layout(T: int, block: int, r: int, heads: int) -> Int[np.ndarray, "N inner_blocks r"]:
     """Block 0, r times, as in Hugging Face's model outside training: the first block counts 1 + r times."""
     return np.zeros((heads, max(-(-T // block) - 2, 0), r), np.int32)
 
@@ -124,31 +126,35 @@ def seeded_layout(T: int, block: int, r: int, heads: int, layer: int, *, max_len
     if T % block or blocks <= 2 * r + 5:
         raise ValueError(f"seeded_layout: T is a multiple of block {block}, > {2 * r + 5} blocks; got {T}")
     state = np.random.RandomState(layer)
-    planned = max_length // block if old else blocks  # rows beyond T are drawn too: they advance the generator
+    planned = max_length // block if old else blocks  # blocks beyond T are drawn too: they advance the generator
     layout = np.zeros((heads, planned, r), np.int32)
-    rows = [(head, row) for head in range(heads) for row in range(1, planned - 1)]
-    for head, row in rows if old else sorted(rows, key=lambda pair: pair[1]):  # the newer plan draws row by row
-        candidates = _old_candidates(row, block, planned) if old else np.arange(2 * r + 5)
-        drop = set() if old else _dropped(row, 2 * r + 5)
+    pairs = [(head, query_block) for head in range(heads) for query_block in range(1, planned - 1)]
+    for head, query_block in pairs if old else sorted(pairs, key=lambda pair: pair[1]):  # the newer plan draws block by block
+        candidates = _old_candidates(query_block, block, planned) if old else np.arange(2 * r + 5)
+        drop = set() if old else _dropped(query_block, 2 * r + 5)
         drawn = [j for j in state.permutation(candidates) if j not in drop][:r]
         if len(drawn) < r:
-            raise ValueError(f"seeded_layout: block {row} finds {len(drawn)} of {r} blocks of {block}")
-        layout[head, row] = drawn
+            raise ValueError(f"seeded_layout: block {query_block} finds {len(drawn)} of {r} blocks of {block}")
+        layout[head, query_block] = drawn
     return layout[:, 1 : blocks - 1]
 
 
-def _dropped(row, end):
-    """Blocks of 0 .. end - 1 that a row may not draw: its five, as if there were no more blocks."""
-    return {0, row - 1, row, row + 1, end - 1} | ({end - 2} if row == 1 else set()) | ({1} if row == end - 2 else set())
+def _dropped(query_block, end):
+    """Blocks of 0 .. end - 1 that a query block may not draw: its five, as if there were no more blocks."""
+    return (
+        {0, query_block - 1, query_block, query_block + 1, end - 1}
+        | ({end - 2} if query_block == 1 else set())
+        | ({1} if query_block == end - 2 else set())
+    )
 
 
-def _old_candidates(row, block, blocks):
-    """Inner blocks of the first 1,024 positions, without the row's neighbours if the row is among them."""
+def _old_candidates(query_block, block, blocks):
+    """Inner blocks of the first 1,024 positions, without the neighbours of the query block if it is among them."""
     last = 1024 // block - 1 if 2 * block < 1024 else blocks - 1
     last = min(last, blocks - 2)
-    if row >= blocks - 3 or row - 2 > last:
+    if query_block >= blocks - 3 or query_block - 2 > last:
         return np.arange(1, last + 1)
-    return np.concatenate([np.arange(1, row - 1), np.arange(row + 2, last + 1)])
+    return np.concatenate([np.arange(1, query_block - 1), np.arange(query_block + 2, last + 1)])
 
 
 @dataclass(frozen=True)

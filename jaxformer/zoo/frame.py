@@ -26,14 +26,14 @@ def approximation(
     biased = isinstance(config.positions, (Alibi, Relative)) or callable(config.positions)
     none = "has none; models.mixers.attention does"
     no_weights = "has no weights to drop; set it to 0 (model.dropout_rate acts on outputs)"
-    for field, other, what in (
+    for field, other, expected in (
         ("attention_softcap", config.attention_softcap is not None, none),
         ("attention_scale", config.score_scale is not None, none),
         ("positions", biased, none),
         ("attention_dropout_rate", config.attention_dropout_rate and not has_weights, no_weights),
     ):
         if other:
-            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} {what}")
+            raise ConfigError(f"model.{field}={getattr(config, field)}: {name} {expected}")
 
     def apply(params, x, context: Context) -> MixerOutput:
         if context.tap.asks("weights"):

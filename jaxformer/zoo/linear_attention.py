@@ -103,14 +103,14 @@ def recurrent(system, config: ModelConfig, maps: Callable, eps: float, features:
             return attention(query, key, value, mask=context.mask, feature_map=(of_query, of_key), **options)
         if not view.causal:
             raise NotImplementedError(f"{name} decodes under causal() alone, not {context.mask}")
-        real = True if context.padding_mask is None else context.padding_mask[:, :, None, None]
+        padding_mask = True if context.padding_mask is None else context.padding_mask[:, :, None, None]
 
         def masked(x):
-            return jnp.where(real, of_key(x), 0)
+            return jnp.where(padding_mask, of_key(x), 0)
 
         wide = jnp.promote_types(query.dtype, jnp.float32)
-        before = jax.tree.map(lambda sums: sums.astype(wide), context.state)
-        state, out = step(before, query, key, value, feature_map=(of_query, masked), **options)
+        old_state = jax.tree.map(lambda sums: sums.astype(wide), context.state)
+        state, out = step(old_state, query, key, value, feature_map=(of_query, masked), **options)
         return out, jax.tree.map(lambda sums, old: sums.astype(old.dtype), state, context.state)
 
     def state(batch: int, length: int, dtype) -> Tree:
@@ -145,18 +145,18 @@ def _by_chunks(query, key, value, view: View, chunk: int, state=None):
     chunk = min(chunk, length)
     length = -(-length // chunk) * chunk
 
-    def place(x, at):
+    def pad_to(x, at):
         return jnp.pad(x, [(0, 0), (at, length - at - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
-    query = place(query.reshape(B, T, K, N // K, M), start)
-    key, value, runs = place(key, shift), place(value, shift), view.runs(jnp.arange(length) - shift)
+    query = pad_to(query.reshape(B, T, K, N // K, M), start)
+    key, value, runs = pad_to(key, shift), pad_to(value, shift), view.runs(jnp.arange(length) - shift)
     if state is None:
         state = State(jnp.zeros((B, K, M, value.shape[-1]), value.dtype), jnp.zeros((B, K, M), value.dtype))
     within = np.tri(chunk, dtype=bool) if view.causal else np.ones((chunk, chunk), bool)
     numerator, denominator, state = _scan(query, key, value, runs, state, within, chunk)
     if not view.causal:  # add the keys after the chunk
-        after = _scan(query, key, value, runs, jax.tree.map(jnp.zeros_like, state), None, chunk)
-        numerator, denominator = numerator + after[0], denominator + after[1]
+        later = _scan(query, key, value, runs, jax.tree.map(jnp.zeros_like, state), None, chunk)
+        numerator, denominator = numerator + later[0], denominator + later[1]
 
     def cut(x):
         return x.reshape(B, length, N, *x.shape[5:])[:, start : start + T]
@@ -186,9 +186,9 @@ def _scan(query, key, value, runs, state, within, chunk):
             numerator = numerator + einsum("bkgij,bjkv->bikgv", weights, value)
             denominator = denominator + jnp.moveaxis(jnp.sum(weights, axis=-1), 3, 1)
         last = runs[:, edge]
-        kept = jax.tree.map(lambda x: hide(x, last == run), state)
+        same_run = jax.tree.map(lambda x: hide(x, last == run), state)
         added = _sum_keys(hide(key, runs == last[:, None]), value)
-        return (jax.tree.map(jnp.add, kept, added), last), (numerator, denominator)
+        return (jax.tree.map(jnp.add, same_run, added), last), (numerator, denominator)
 
     start = state, runs[:, -1 if reverse else 0]
     (state, _), outputs = jax.lax.scan(body, start, tuple(map(split, (query, key, value, runs))), reverse=reverse)

@@ -31,10 +31,10 @@ class LocalChunks:
     def __call__(self, config: ModelConfig) -> Mixer:
         def attend(params, context, query, key, value, **options):
             chunks = -(-(key.shape[1] + -key.shape[1] % self.multiple) // self.chunk)
-            places, counts = np.arange(chunks), np.zeros((chunks, chunks), int)  # how often chunks meet
+            chunk_ids, counts = np.arange(chunks), np.zeros((chunks, chunks), int)  # how often chunks meet
             for shift in range(-self.before, self.after + 1):
                 shift = shift if abs(shift) <= chunks else 0  # as their slices have it
-                counts[places, (places + shift) % chunks] += 1
+                counts[chunk_ids, (chunk_ids + shift) % chunks] += 1
             bias = Bias(_log_meetings, (self.chunk, tuple(map(tuple, counts.tolist()))))
             return ops.attention(query, key, value, **options | {"bias": bias})
 

@@ -43,30 +43,30 @@ def attention(
     if window < 0 or window % 2:
         raise ValueError(f"longformer_attention: window is the total width, an even number >= 0; got {window}")
     (B, T), each = query.shape[:2], jnp.arange(len(query))[:, None]
-    chosen, overfull = _chosen(global_tokens, max_globals, B, T)
-    G = chosen.shape[1]
+    global_positions, overfull = _global_positions(global_tokens, max_globals, B, T)
+    G = global_positions.shape[1]
     keys = (None, None) if dropout_key is None else random.split(dropout_key)
     shared: dict[str, Any] = dict(scale=scale, dropout_rate=dropout_rate, implementation=implementation)
 
-    # The global keys are copied in front of all keys and hidden in their own places: then the mask is a rule of positions,
+    # The global keys are copied in front of all keys and hidden at their own positions: then the mask is a rule of positions,
     # and the kernel knows at trace time that it is sparse.
     def in_front(x):
-        return jnp.concatenate([_take(x, chosen), x], axis=1)
+        return jnp.concatenate([_take(x, global_positions), x], axis=1)
 
-    kv_local = jnp.concatenate([_take(kv_ids, chosen), kv_ids.at[each, chosen].set(0, mode="drop")], axis=1)
+    kv_local = jnp.concatenate([_take(kv_ids, global_positions), kv_ids.at[each, global_positions].set(0, mode="drop")], axis=1)
     visible = segments(jnp.pad(q_ids, [(0, 0), (G, 0)]), kv_local) & (band(window // 2, window // 2) | prefix(G))
     out: Any = ops.attention(query, in_front(key), in_front(value), mask=visible.at(G), dropout_key=keys[0], **shared)
     if G:
         if global_query is None or global_key is None or global_value is None:
             raise ValueError("longformer_attention: global tokens need global_query, global_key and global_value")
-        shared |= dict(mask=segments(_take(q_ids, chosen), kv_ids), dropout_key=keys[1])
-        rows: Any = ops.attention(_take(global_query, chosen), global_key, global_value, **shared)
-        out = out.at[each, chosen].set(rows, mode="drop")
+        shared |= dict(mask=segments(_take(q_ids, global_positions), kv_ids), dropout_key=keys[1])
+        global_out: Any = ops.attention(_take(global_query, global_positions), global_key, global_value, **shared)
+        out = out.at[each, global_positions].set(global_out, mode="drop")
     return out if overfull is None else jnp.where(overfull[:, None, None, None], jnp.nan, out)
 
 
-def _chosen(tokens, max_globals, B, T):
-    """Positions of the global tokens `[B, G]`, T where a row has fewer; of flags, also the rows `[B]` with too many."""
+def _global_positions(tokens, max_globals, B, T):
+    """Positions of the global tokens `[B, G]`, T where a batch row has fewer; for flags also which rows have too many."""
     if np.ndim(tokens) < 2:
         (static,) = global_mask(np.asarray(tokens)).args  # refuses what is no number and no positions
         positions = np.arange(static) if isinstance(static, int) else np.array(static, np.int32)
@@ -79,8 +79,8 @@ def _chosen(tokens, max_globals, B, T):
         if isinstance(tokens, jax.core.Tracer):
             raise ValueError("longformer_attention: traced flags of global tokens need max_globals, the most of a row")
         max_globals = int(np.asarray(tokens).sum(1).max(initial=0))
-    chosen = jax.vmap(lambda row: jnp.nonzero(row, size=max_globals, fill_value=T)[0])(jnp.asarray(tokens))
-    return chosen, jnp.sum(tokens, axis=1) > max_globals
+    positions = jax.vmap(lambda flags: jnp.nonzero(flags, size=max_globals, fill_value=T)[0])(jnp.asarray(tokens))
+    return positions, jnp.sum(tokens, axis=1) > max_globals
 
 
 def _take(x, indices):

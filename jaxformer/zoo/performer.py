@@ -75,8 +75,8 @@ def orthogonal_projection(key: Array, features: int, width: int, dtype: Any = jn
     directions, lengths = jax.random.split(key)
     # Haar distributed, unlike those of public Performers, whose error stops falling near 4e-3
     blocks = jax.random.orthogonal(directions, width, (-(-features // width),), dtype)
-    rows = blocks.reshape(-1, width)[:features]
-    return rows * jnp.linalg.norm(jax.random.normal(lengths, rows.shape, dtype), axis=1, keepdims=True)
+    vectors = blocks.reshape(-1, width)[:features]
+    return vectors * jnp.linalg.norm(jax.random.normal(lengths, vectors.shape, dtype), axis=1, keepdims=True)
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ def normalize(config: ModelConfig, params: Tree, heads: Heads, context: Context)
     """`prepare` of `qk_norm` and `qk_norm_full`: the mean square is taken over the axes that the scale has."""
 
     def normed(x, scale):
-        rows = x.reshape(*x.shape[: x.ndim - scale.ndim], -1)
-        return ops.rms_norm(rows, scale.reshape(-1), config.norm_eps).reshape(x.shape)
+        flat = x.reshape(*x.shape[: x.ndim - scale.ndim], -1)
+        return ops.rms_norm(flat, scale.reshape(-1), config.norm_eps).reshape(x.shape)
 
     query, key = normed(heads.query, params["query_norm"]["scale"]), normed(heads.key, params["key_norm"]["scale"])
     return heads._replace(query=query, key=key)

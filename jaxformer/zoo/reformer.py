@@ -54,8 +54,8 @@ def attention(
     if duplicates:  # Hugging Face's slices meet a chunk as often as they go round, and beyond a full turn the chunk itself
         shifts = [shift if abs(shift) <= total else 0 for shift in range(chunks_before, -chunks_after - 1, -1)]
     else:  # a circle of few chunks shows each of them once
-        before = min(chunks_before, total - 1)
-        shifts = range(before, -min(chunks_after, total - 1 - before) - 1, -1)
+        shifts_before = min(chunks_before, total - 1)
+        shifts = range(shifts_before, -min(chunks_after, total - 1 - shifts_before) - 1, -1)
     circle = _Circle(order, jnp.argsort(order, axis=-1), chunk, shifts)
     wide = jnp.promote_types(query_key.dtype, jnp.float32)
     keys = circle.look(circle.cut(_unit(query_key, eps).swapaxes(1, 2)))
@@ -99,22 +99,22 @@ def _meetings(circle: _Circle):
     """How often each pair of a chunk meets in all rounds, never below 1."""
     rounds, length = circle.order.shape[2:]
     home = circle.place // circle.chunk + length // circle.chunk * jnp.arange(rounds)[None, None, :, None]
-    total, before, after = rounds * length // circle.chunk, circle.shifts[0], -circle.shifts[-1]
+    total, chunks_before, chunks_after = rounds * length // circle.chunk, circle.shifts[0], -circle.shifts[-1]
     q = circle.cut(home.swapaxes(2, 3))  # [..., queries, rounds]: the chunk of each query in each round
     kv = circle.look(q)
-    met = (q[..., :, None, :, None] - kv[..., None, :, None, :] + after) % total <= before + after
-    return jnp.maximum(jnp.sum(met, axis=(-2, -1)), 1)
+    meets = (q[..., :, None, :, None] - kv[..., None, :, None, :] + chunks_after) % total <= chunks_before + chunks_after
+    return jnp.maximum(jnp.sum(meets, axis=(-2, -1)), 1)
 
 
 def _labels(x, rotations, mask, padding):
     """(round, bucket) as one number for each token, rounds apart; padding has the last bucket of each round."""
     t = jnp.arange(x.shape[1])[None, None, :, None]
-    real = jnp.ones((1, x.shape[1]), bool)
-    for part in mask.conjuncts():
-        if part.rule in (rules.segments, rules.lengths):  # padding does not see itself
-            real = real & part.rule(part, t, t)[:, 0, :, 0]
+    is_token = jnp.ones((1, x.shape[1]), bool)
+    for conjunct in mask.conjuncts():
+        if conjunct.rule in (rules.segments, rules.lengths):  # padding does not see itself
+            is_token = is_token & conjunct.rule(conjunct, t, t)[:, 0, :, 0]
     buckets = math.prod(2 * R.shape[-1] for R in jax.tree.leaves(rotations))
-    labels = jnp.where(real[:, None, None], lsh_buckets(x, rotations), buckets)
+    labels = jnp.where(is_token[:, None, None], lsh_buckets(x, rotations), buckets)
     labels = jnp.pad(labels, [(0, 0)] * 3 + [(0, padding)], constant_values=buckets)
     return labels + (buckets + 1) * jnp.arange(labels.shape[2])[None, None, :, None]
 

@@ -15,7 +15,7 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, LayerOutput, Layers
 from jaxformer.models.norm import norm
 from jaxformer.models.stacks import layout, scan
-from jaxformer.models.stacks.scan import Row, combine, partition
+from jaxformer.models.stacks.scan import LayerInputs, combine, partition
 from jaxformer.models.sublayers import DropoutKeys
 from jaxformer.ops.einsum import in_float32
 from jaxformer.params import Tree
@@ -42,25 +42,29 @@ class Reversible:
         unsupported = layers.state is not None or context.tap
         if unsupported or context.source or kinds[0].mixer.carry(x) is not None:
             raise NotImplementedError("reversible layers: no cache, intermediates, source or carry")
-        rows = scan.rows_of_pattern(config, layers, x.shape[1])
+        layer_inputs = scan.inputs_of_pattern(config, layers, x.shape[1])
         run = partial(_sublayer, config, x.dtype)
-        slots = [(kinds[i % len(kinds)].sublayers, i % len(layers.masks)) for i in range(len(rows))]
-        f = tuple(partial(run, "attention", parts["attention"].apply, mask) for parts, mask in slots)
-        g = tuple(partial(run, "feedforward", parts["feedforward"].apply, mask) for parts, mask in slots)
+        calls = [(kinds[i % len(kinds)].sublayers, i % len(layers.masks)) for i in range(len(layer_inputs))]
+        f = tuple(partial(run, "attention", sublayers["attention"].apply, mask) for sublayers, mask in calls)
+        g = tuple(partial(run, "feedforward", sublayers["feedforward"].apply, mask) for sublayers, mask in calls)
         stream = in_float32(x)
-        y1, y2 = reversible_stack(f, g, rows, stream, stream, context, layers.masks)
+        y1, y2 = reversible_stack(f, g, layer_inputs, stream, stream, context, layers.masks)
         out = (y1 + y2) / 2 if self.streams == 1 else jnp.concatenate([y1, y2], axis=-1)
         return out.astype(x.dtype), LayerOutput()
 
 
-def _sublayer(config: ModelConfig, dtype, name: str, apply: Callable, i: int, row: Row, x, context: Context, masks):
+def _sublayer(
+    config: ModelConfig, dtype, name: str, apply: Callable, i: int, layer_inputs: LayerInputs, x, context: Context, masks
+):
     """The dropout of f(norm(x)), for f the mixer (under the i-th mask) or the feed-forward of a layer."""
-    key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
+    key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, layer_inputs.layer)
     keys = DropoutKeys.split(key)
-    context = replace(context, mask=masks[i], layer=row.layer, constants=row.constants, dropout_key=getattr(keys, name))
+    context = replace(
+        context, mask=masks[i], layer=layer_inputs.layer, constants=layer_inputs.constants, dropout_key=getattr(keys, name)
+    )
     with jax.named_scope(name):
-        y = norm(config, row.params[f"{name}_norm"], x.astype(dtype))
-        result = apply(row.params.get(name, {}), y, context)
+        y = norm(config, layer_inputs.params[f"{name}_norm"], x.astype(dtype))
+        result = apply(layer_inputs.params.get(name, {}), y, context)
         if getattr(result, "loss", None) is not None:
             raise NotImplementedError("reversible layers: no auxiliary loss of experts; set its weights to 0")
         return ops.dropout(result[0], config.dropout_rate, getattr(keys, f"{name}_out"))
@@ -72,7 +76,7 @@ def reversible_stack(
     """y1 = x1 + f(layer, x2, *extra), y2 = x2 + g(layer, y1, *extra), layer after layer; f and g are pure functions.
 
     `params` are leaves `[L, ...]`, `layer` is one slice of them. Floating-point leaves get gradients; others are data. Where
-    f and g are tuples, layers of different kinds take turns, and `params` is a tuple too, of the layers of each kind.
+    f and g are tuples, layers of different kinds alternate, and `params` is a tuple too, of the layers of each kind.
 
     The backward pass recomputes x2 = y2 - g(y1) and x1 = y1 - f(x2): the memory of one layer, for the time of one more
     forward pass. Each layer rounds what it recomputes, so keep the two streams in float32; f and g may answer in 16 bits.
@@ -95,9 +99,9 @@ def reversible_stack(
 def _stack(pairs, floats, others, x1, x2):
     extra = combine(floats[1], others[1])
 
-    def step(streams, parts):
+    def step(streams, floats_and_others):
         x1, x2 = streams
-        for pair, layer in zip(pairs, combine(*parts), strict=True):
+        for pair, layer in zip(pairs, combine(*floats_and_others), strict=True):
             for function in pair:
                 x1, x2 = x2, x1 + function(layer, x2, *extra).astype(x1.dtype)
         return (x1, x2), None
@@ -114,10 +118,10 @@ def _stack_backward(pairs, residuals, cotangents):
     (params, extra), others, streams = residuals
     add = partial(jax.tree.map, jnp.add)
 
-    def step(carry, parts):
-        (x, y), (dx, dy), d_extra = carry  # of the function before: y = its other stream + function(x)
+    def step(carry, floats_and_others):
+        (x, y), (dx, dy), d_extra = carry  # of the previous function: y = its other stream + function(x)
         d_layers = []
-        for pair, layer, rest in reversed(list(zip(pairs, *parts, strict=True))):
+        for pair, layer, rest in reversed(list(zip(pairs, *floats_and_others, strict=True))):
             slopes = []
             for function in reversed(pair):
                 out, pullback = jax.vjp(partial(_call, function, rest, others[1]), layer, x, extra)

@@ -56,17 +56,17 @@ def visibility(mask: Any, T: int, S: int, function: str, takes_causal: bool = Tr
     """Reads `full() / causal() & lengths(...) & segments(ids)`. NotImplementedError, which names `function`, for the rest."""
     mask = as_mask(mask, function)
     causal, ids, padding = False, None, []
-    for part in mask.conjuncts():
-        if part.rule is rules.causal and takes_causal:
+    for conjunct in mask.conjuncts():
+        if conjunct.rule is rules.causal and takes_causal:
             causal = True
-        elif part.rule is rules.lengths:
-            padding.append(part)
-        elif part.rule is rules.segments and ids is None and (part.offset is None or len(part.arrays) == 1):
-            ids = part.arrays[0]
-            padding.append(part)
-        elif part.rule is not rules.full:
+        elif conjunct.rule is rules.lengths:
+            padding.append(conjunct)
+        elif conjunct.rule is rules.segments and ids is None and (conjunct.offset is None or len(conjunct.arrays) == 1):
+            ids = conjunct.arrays[0]
+            padding.append(conjunct)
+        elif conjunct.rule is not rules.full:
             takes = "full(), causal()" if takes_causal else "full()"
-            raise mask_refusal(function, mask, part, f"{takes}, lengths(...) and one segments(ids)")
+            raise mask_refusal(function, mask, conjunct, f"{takes}, lengths(...) and one segments(ids)")
     q_ids, kv_ids = rules.segment_ids(padding, *mask.positions(T, S))
     return View(causal, mask.first(T, S), q_ids, kv_ids, ids)
 

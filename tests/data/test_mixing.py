@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jaxformer.data import batching, tokenizers
-from jaxformer.data.mixing import Mixed, Mixture, before
+from jaxformer.data.mixing import Mixed, Mixture, count_before
 from jaxformer.data.sources import Dataset, Text, Windows
 from jaxformer.errors import ConfigError
 
@@ -46,7 +46,7 @@ def rows(batches, steps):
 @settings(max_examples=60, deadline=None)
 def test_shares_hold_everywhere(shares, start):
     positions = start + np.arange(500)
-    counts = before(positions, shares)
+    counts = count_before(positions, shares)
     np.testing.assert_array_equal(counts.sum(axis=0), positions)
     steps = np.diff(counts)
     assert set(np.unique(steps)) <= {0, 1}  # every place has one owner

@@ -166,7 +166,7 @@ def test_patterns_of_any_period_equal_a_loop(name):
 @pytest.mark.parametrize("config", [*UNEVEN.values(), *PATTERNS.values()], ids=[*UNEVEN, *PATTERNS])
 def test_the_rows_of_a_place_are_layers_in_the_order_of_the_depth(config):
     tree = models.spec(config)["layers"]
-    found = [segment.row(k) for segment in layout.segments(config) for k in range(segment.count)]
+    found = [segment.place_of(k) for segment in layout.segments(config) for k in range(segment.count)]
     assert len(found) == config.num_layers
     for place in dict(found):
         rows = {leaf.shape[0] for leaf in params.paths(layout.place(tree, place)).values()}

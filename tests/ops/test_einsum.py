@@ -213,7 +213,7 @@ def attend(x, *weights):
 def test_rows_of_a_table_in_8_bits_are_those_of_the_table_and_nan_outside():
     table = jax.random.normal(jax.random.key(0), (7, 5))
     index = jnp.array([[*range(-20, 20), -(2**31), 2**31 - 1]], jnp.int32)
-    found, expected = int8_weight(table, (0, 1), 1).rows(index, jnp.float32), learned(index, table)
+    found, expected = int8_weight(table, (0, 1), 1).look_up(index, jnp.float32), learned(index, table)
     outside = (index < 0) | (index >= 7)
     np.testing.assert_array_equal(jnp.isnan(found), jnp.broadcast_to(outside[..., None], found.shape))
     # half a step of 1/127 of the row's largest

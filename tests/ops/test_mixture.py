@@ -46,17 +46,17 @@ def softmax(x):
     return x / x.sum(-1, keepdims=True)
 
 
-def by_token(x, router, gate, up, down, top_k, normalise=True, capacity=None, real=None):
+def by_token(x, router, gate, up, down, top_k, normalise=True, capacity=None, padding_mask=None):
     """Float64, token by token: softmax over all experts, the top_k, each if it has room. (output, dropped choices)."""
     x, router, gate, up, down = (np.asarray(a, np.float64) for a in (x, router, gate, up, down))
     B, T, D = x.shape
     E = router.shape[1]
     tokens, out, used = x.reshape(B * T, D), np.zeros((B * T, D)), np.zeros(E, int)
-    real = np.ones(B * T, bool) if real is None else np.asarray(real).reshape(-1)
+    padding_mask = np.ones(B * T, bool) if padding_mask is None else np.asarray(padding_mask).reshape(-1)
     room = np.inf if capacity is None else math.ceil(capacity * top_k * B * T / E)
     dropped = []
     for slot in range(top_k):
-        for n in np.flatnonzero(real):
+        for n in np.flatnonzero(padding_mask):
             p = softmax(tokens[n] @ router)
             best = np.argsort(-p, kind="stable")[:top_k]
             e, weight = best[slot], p[best[slot]] / (p[best].sum() if normalise else 1)
@@ -68,13 +68,13 @@ def by_token(x, router, gate, up, down, top_k, normalise=True, capacity=None, re
     return out.reshape(B, T, D), dropped
 
 
-def every_expert(x, router, gate, up, down, activation, top_k, normalise, real):
+def every_expert(x, router, gate, up, down, activation, top_k, normalise, padding_mask):
     """The output of `mixture` without a capacity, where every expert computes every token: the oracle of its gradients."""
     routing = route(jnp.einsum("btd,de->bte", x, router), top_k, normalise)
     one_hot = jax.nn.one_hot(routing.experts, router.shape[1], dtype=x.dtype)
     weights = jnp.einsum("btk,btke->bte", routing.weights, one_hot)
-    if real is not None:
-        weights = jnp.where(real[:, :, None], weights, 0)
+    if padding_mask is not None:
+        weights = jnp.where(padding_mask[:, :, None], weights, 0)
     hidden = jnp.einsum("btd,edf->btef", x, up)
     hidden = activation(hidden) if gate is None else activation(jnp.einsum("btd,edf->btef", x, gate)) * hidden
     return jnp.einsum("bte,btef,efd->btd", weights, hidden, down)
@@ -98,7 +98,7 @@ def test_fast_is_the_reference_with_all_gradients(case, dtype):
     seed, sizes, top_k, normalise, gated, padded = case
 
     def both(*args):
-        options = dict(top_k=top_k, normalise=normalise, real=real)
+        options = dict(top_k=top_k, normalise=normalise, padding_mask=padding_mask)
         fast = lambda *a: mixture(*a, jax.nn.silu, **options)[0]
         slow = lambda *a: every_expert(*a, jax.nn.silu, **options)
         results = []
@@ -107,7 +107,7 @@ def test_fast_is_the_reference_with_all_gradients(case, dtype):
             results.append((out, pullback(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))))
         return results
 
-    real = some(seed, (sizes["B"], sizes["T"])) if padded else None
+    padding_mask = some(seed, (sizes["B"], sizes["T"])) if padded else None
     # sums of some 10 to 1500 products in another order
     tolerance = 2e-5 if dtype == jnp.float32 else 1e-10
     with jax.enable_x64(dtype == jnp.float64):
@@ -154,16 +154,16 @@ def test_the_order_of_tokens_does_not_matter():
 @pytest.mark.parametrize("top_k, capacity", [(1, 0.5), (2, 0.01), (2, 1.25), (3, 0.8)])
 def test_a_capacity_drops_the_choices_that_come_too_late(top_k, capacity):
     args = problem(10, B=2, T=21, E=5)
-    for real in (jnp.ones((2, 21), bool), some(11, (2, 21))):
-        options = dict(top_k=top_k, normalise=top_k > 1, capacity=capacity, real=real)
+    for padding_mask in (jnp.ones((2, 21), bool), some(11, (2, 21))):
+        options = dict(top_k=top_k, normalise=top_k > 1, capacity=capacity, padding_mask=padding_mask)
         out, statistics = run(*args, jax.nn.silu, **options)
         expected, dropped = by_token(*args, **options)
-        assert dropped or not real.all()
+        assert dropped or not padding_mask.all()
         np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-4)
         np.testing.assert_array_equal(  # a token without room: exactly zero
             (np.asarray(out) == 0).all(-1), (expected == 0).all(-1)
         )
-        np.testing.assert_allclose(statistics.dropped, len(dropped) / (top_k * int(real.sum())), rtol=1e-6)
+        np.testing.assert_allclose(statistics.dropped, len(dropped) / (top_k * int(padding_mask.sum())), rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -173,16 +173,16 @@ def test_a_capacity_drops_the_choices_that_come_too_late(top_k, capacity):
 @pytest.mark.parametrize("groups", [1, pytest.param(4, marks=pytest.mark.thorough)])
 def test_a_mesh_drops_what_one_device_drops(axes, groups):
     """Each group of rows has ceil(0.6 top_k n / E) places an expert, wherever its tokens are; the witness counts on one."""
-    args, real = problem(27, B=4, T=24, E=4, F=8), some(28, (4, 24))
+    args, padding_mask = problem(27, B=4, T=24, E=4, F=8), some(28, (4, 24))
     options, lost = dict(top_k=2, capacity=0.6), 0
     with jax.set_mesh(make_mesh(Mesh(**{"data": 1} | axes), jax.devices()[: math.prod(axes.values())])):
-        out, statistics = block_if_simulated(run(*args, jax.nn.silu, real=real, groups=groups, **options))
+        out, statistics = block_if_simulated(run(*args, jax.nn.silu, padding_mask=padding_mask, groups=groups, **options))
     for rows in np.split(np.arange(4), groups):
-        expected, dropped = by_token(args[0][rows], *args[1:], real=real[rows], **options)
+        expected, dropped = by_token(args[0][rows], *args[1:], padding_mask=padding_mask[rows], **options)
         lost += len(dropped)
         np.testing.assert_allclose(out[rows], expected, rtol=2e-5, atol=2e-4)  # sums of ten products of order ten
-    np.testing.assert_allclose(statistics.dropped, lost / (2 * int(real.sum())), rtol=1e-6)
-    alone = run(*args, jax.nn.silu, real=real, groups=groups, **options)[1]
+    np.testing.assert_allclose(statistics.dropped, lost / (2 * int(padding_mask.sum())), rtol=1e-6)
+    alone = run(*args, jax.nn.silu, padding_mask=padding_mask, groups=groups, **options)[1]
     for name, value in alone._asdict().items():
         np.testing.assert_allclose(getattr(statistics, name), value, rtol=1e-5)
 
@@ -257,10 +257,10 @@ def test_descending_the_balance_loss_balances():
 
 
 def test_z_loss():
-    args, real = problem(15), some(16, (2, 9))
+    args, padding_mask = problem(15), some(16, (2, 9))
     exact = np.log(np.exp(np.float64(args[0]) @ np.float64(args[1])).sum(-1)) ** 2
-    for flags in (jnp.ones((2, 9), bool), real):
-        z = run(*args, jax.nn.silu, top_k=2, real=flags)[1].z
+    for flags in (jnp.ones((2, 9), bool), padding_mask):
+        z = run(*args, jax.nn.silu, top_k=2, padding_mask=flags)[1].z
         np.testing.assert_allclose(z, exact[np.asarray(flags)].mean(), rtol=1e-5)  # logits are float32 sums of six products
 
 
@@ -268,24 +268,24 @@ def test_z_loss():
 @pytest.mark.parametrize("capacity", [None, 0.7])
 def test_padding_counts_in_nothing(capacity):
     x, router, *experts = problem(17, B=3, T=8)
-    real = some(18, (3, 8)).at[0].set(False)
+    padding_mask = some(18, (3, 8)).at[0].set(False)
 
     def gradients(x):
         def losses(router):
-            out, s = mixture(x, router, *experts, jax.nn.silu, top_k=2, capacity=capacity, real=real)
+            out, s = mixture(x, router, *experts, jax.nn.silu, top_k=2, capacity=capacity, padding_mask=padding_mask)
             return balance_loss(s.fraction, s.probability) + s.z, (out, s)
 
         return jax.value_and_grad(losses, has_aux=True)(router)
 
     gradients = jax.jit(gradients)
-    first, second = gradients(x), gradients(jnp.where(real[..., None], x, 37.0))
+    first, second = gradients(x), gradients(jnp.where(padding_mask[..., None], x, 37.0))
     jax.tree.map(np.testing.assert_array_equal, first, second)
     (_, (out, statistics)), _ = first
-    assert (np.asarray(out)[~np.asarray(real)] == 0).all()
+    assert (np.asarray(out)[~np.asarray(padding_mask)] == 0).all()
     np.testing.assert_allclose(statistics.fraction.sum(), 2, rtol=1e-6)
     np.testing.assert_allclose(statistics.probability.sum(), 1, rtol=1e-6)
     if capacity is None:  # the same as of the real tokens alone
-        _, alone = run(x[real][None], router, *experts, jax.nn.silu, top_k=2)
+        _, alone = run(x[padding_mask][None], router, *experts, jax.nn.silu, top_k=2)
         for a, b in zip(statistics, alone, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -296,7 +296,7 @@ def test_padding_counts_in_nothing(capacity):
 @pytest.mark.parametrize(("B", "T"), [(2, 10), (2, 0), (0, 10)])
 def test_nothing_but_padding(B, T, capacity, axes):
     def everything(*args):
-        f = lambda *a: mixture(*a, jax.nn.silu, top_k=2, capacity=capacity, real=jnp.zeros((B, T), bool))
+        f = lambda *a: mixture(*a, jax.nn.silu, top_k=2, capacity=capacity, padding_mask=jnp.zeros((B, T), bool))
         results, pullback = jax.vjp(f, *args)
         return results, pullback(jax.tree.map(jnp.ones_like, results))
 
@@ -368,18 +368,18 @@ def test_the_layer_says_what_its_parameters_are():
 def test_the_layer_is_routed_experts_and_a_shared_one():
     """DeepSeekMoE: the shared expert's part is added. The losses are those of the real tokens."""
     choose = Mixture(experts=4, shared=3, balance_loss=0.5, router_z_loss=0.25, normalise=False)
-    layer, rng, real = choose(CONFIG), np.random.default_rng(23), some(24, (2, 9))
+    layer, rng, padding_mask = choose(CONFIG), np.random.default_rng(23), some(24, (2, 9))
     params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), layer.spec)
     (x,) = random(25, (2, 9, 6))
-    out, loss, stats = jax.jit(layer.apply)(params, x, Context(mask=full(), positions=None, real=real))
+    out, loss, stats, _ = jax.jit(layer.apply)(params, x, Context(mask=full(), positions=None, padding_mask=padding_mask))
 
     w = {path.removesuffix("/kernel"): np.float64(leaf) for path, leaf in paths(params).items()}
     y = np.float64(x)
     shared = (silu(y @ w["shared/gate"]) * (y @ w["shared/up"])) @ w["shared/down"]
-    routed, _ = by_token(x, w["router"], w["gate"], w["up"], w["down"], 2, normalise=False, real=real)
+    routed, _ = by_token(x, w["router"], w["gate"], w["up"], w["down"], 2, normalise=False, padding_mask=padding_mask)
     np.testing.assert_allclose(out, routed + shared, rtol=2e-5, atol=2e-4)
 
-    logits = (y @ w["router"])[np.asarray(real)]
+    logits = (y @ w["router"])[np.asarray(padding_mask)]
     fraction = np.bincount(np.argsort(-logits, axis=-1)[:, :2].reshape(-1), minlength=4) / len(logits)
     probability = softmax(logits).mean(0)
     expected = 0.5 * 4 * (fraction * probability).sum() + 0.25 * (np.log(np.exp(logits).sum(-1)) ** 2).mean()

@@ -40,11 +40,13 @@ def near(many, one):
         np.testing.assert_allclose(a, b, **tolerance, err_msg=jax.tree_util.keystr(path))
 
 
-def everything(capacity, x, real, *weights, groups=1):
+def everything(capacity, x, padding_mask, *weights, groups=1):
     """Output, statistics, and the gradients of something that depends on all of them."""
 
     def f(x, *weights):
-        out, statistics = mixture(x, *weights, jax.nn.silu, top_k=2, capacity=capacity, real=real, groups=groups)
+        out, statistics = mixture(
+            x, *weights, jax.nn.silu, top_k=2, capacity=capacity, padding_mask=padding_mask, groups=groups
+        )
         s = statistics
         return jnp.sum(jnp.sin(out)) + 8 * jnp.sum(s.fraction * s.probability) + s.z, (out, statistics)
 
@@ -94,9 +96,9 @@ def test_a_capacity_that_drops_gives_what_one_device_gives(groups):
     near(on(dict(data=2, expert=2), f, X, REAL, *WEIGHTS), one)
 
 
-def crowded(factor, x, real, *weights):
+def crowded(factor, x, padding_mask, *weights):
     """Output, gradients and dropped share where a device of `expert` has a row for `factor` times its even share."""
-    f = lambda x, *weights: mixture(x, *weights, jax.nn.silu, top_k=2, device_capacity=factor, real=real)
+    f = lambda x, *weights: mixture(x, *weights, jax.nn.silu, top_k=2, device_capacity=factor, padding_mask=padding_mask)
     gradients = jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a)[0])), argnums=range(5))(x, *weights)
     out, statistics = f(x, *weights)
     return {"out": out, "dropped": statistics.dropped, "gradients": dict(enumerate(gradients))}
@@ -107,7 +109,7 @@ def crowded(factor, x, real, *weights):
 @pytest.mark.parametrize("factor", [1.0, 1.2])
 def test_a_device_drops_what_comes_after_its_last_row(factor, B):
     """8 sequences: each half (`data`) is a group of four devices. One sequence: every device sees it whole."""
-    x, real, router = X[:B] + 0.5, REAL[:B].at[:, 1:].set(True), WEIGHTS[0]  # a busy expert, little padding
+    x, padding_mask, router = X[:B] + 0.5, REAL[:B].at[:, 1:].set(True), WEIGHTS[0]  # a busy expert, little padding
     groups = 2 if B == 8 else 1
     tokens = B * 16 // groups
     _, chosen, _ = ops.route(jnp.einsum("btd,de->bte", x, router), 2)
@@ -116,7 +118,7 @@ def test_a_device_drops_what_comes_after_its_last_row(factor, B):
         owner = np.asarray(chosen).reshape(groups, tokens, 2)[group] // 2  # two experts a device
         used = np.zeros(4, int)
         for slot in (0, 1):
-            for n in np.flatnonzero(np.asarray(real).reshape(groups, tokens)[group]):
+            for n in np.flatnonzero(np.asarray(padding_mask).reshape(groups, tokens)[group]):
                 kept[group, n, slot] = used[owner[n, slot]] < math.ceil(factor * 2 * tokens / 4)
                 used[owner[n, slot]] += 1
 
@@ -128,9 +130,9 @@ def test_a_device_drops_what_comes_after_its_last_row(factor, B):
         return jnp.einsum("btk,btke,bted->btd", weights, jax.nn.one_hot(chosen, E), y)
 
     gradients = jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(expected(*a))), argnums=range(5)))(x, *WEIGHTS)
-    lost = 1 - kept.sum() / (2 * real.sum())
+    lost = 1 - kept.sum() / (2 * padding_mask.sum())
     assert lost > 0
-    many = on(dict(data=2, expert=4), partial(crowded, factor), x, real, *WEIGHTS)
+    many = on(dict(data=2, expert=4), partial(crowded, factor), x, padding_mask, *WEIGHTS)
     near(many, {"dropped": lost, "gradients": dict(enumerate(gradients)), "out": expected(x, *WEIGHTS)})
 
 

@@ -227,13 +227,22 @@ def test_a_mesh_drops_what_one_device_drops(axes):
 )
 def test_ties_and_padding_under_a_capacity():
     x, up = jnp.abs(normal(1, 8, D)), jnp.abs(UP)  # positive: no output that is kept is 0
-    real = jnp.asarray([[True] * 4 + [False] * 4])
+    padding_mask = jnp.asarray([[True] * 4 + [False] * 4])
     out, statistics = mixture(
-        x, jnp.zeros((D, E)), None, up, DOWN, jax.nn.relu, top_k=1, normalise=False, capacity=1.0, real=real
+        x, jnp.zeros((D, E)), None, up, DOWN, jax.nn.relu, top_k=1, normalise=False, capacity=1.0, padding_mask=padding_mask
     )
     kept = (np.asarray(out[0]) != 0).any(1).tolist()  # all choose expert 0, which has room for ceil(8 / 4) = 2
     assert kept == [True, True, *[False] * 6] and statistics.dropped == 0.5
     last, _ = mixture(
-        x[:, ::-1], jnp.zeros((D, E)), None, up, DOWN, jax.nn.relu, top_k=1, normalise=False, capacity=1.0, real=real[:, ::-1]
+        x[:, ::-1],
+        jnp.zeros((D, E)),
+        None,
+        up,
+        DOWN,
+        jax.nn.relu,
+        top_k=1,
+        normalise=False,
+        capacity=1.0,
+        padding_mask=padding_mask[:, ::-1],
     )
     assert (np.asarray(last[0]) != 0).any(1).tolist() == [*[False] * 4, True, True, False, False]

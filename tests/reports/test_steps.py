@@ -296,12 +296,12 @@ def test_padding_is_not_routed():
         {"router": (3, 2), "up": (2, 3, 5), "down": (2, 5, 3)}.items()
     )}  # fmt: skip
     call = jax.jit(partial(mixture, **kernels, gate=None, activation=jax.nn.relu, top_k=1, normalise=False))
-    real = jnp.array([[1, 1, 0, 0], [0, 0, 0, 0]], bool)
-    other = jnp.where(real[..., None], x, 50.0)
-    found = [call(rows, real=real) for rows in (x, other)]
+    padding_mask = jnp.array([[1, 1, 0, 0], [0, 0, 0, 0]], bool)
+    other = jnp.where(padding_mask[..., None], x, 50.0)
+    found = [call(rows, padding_mask=padding_mask) for rows in (x, other)]
     for one, two in zip(*(jax.tree.leaves(each) for each in found), strict=True):
         np.testing.assert_array_equal(one, two)
-    none = call(x, real=jnp.zeros((2, 4), bool))
+    none = call(x, padding_mask=jnp.zeros((2, 4), bool))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(none))
 
 

@@ -42,7 +42,7 @@ from jaxformer.sharding import with_logical_constraint
 
 
 class Heads(NamedTuple):
-    """What attention makes of its input."""
+    """Queries, keys and values of attention."""
 
     query: Array  # [B, T, N, H]
     key: Array  # [B, T, K, H]
@@ -116,10 +116,10 @@ def project(params: Tree, x: Float[Array, "B T D"]) -> Heads:
 
 
 def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
-    """The options of `ops.attention` for self-attention, but for the bias.
+    """The options of `ops.attention` for self-attention, without the bias.
 
-    Who asks for the weights asks for the reference, which alone has them: a run that was trained with another kernel can be
-    looked into.
+    Only the reference returns weights. A request for them takes the reference, also where a run was trained with another
+    kernel.
     """
     weights = context.tap.asks("weights")
     return dict(
@@ -183,22 +183,22 @@ def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | Array | N
 
 
 def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
-    """The bias at the tokens' positions, by batch row, where these are not the slots.
+    """The bias at the tokens' positions, by batch row, where these differ from the tokens' indices.
 
-    They are not in padded and packed batches, and in a cache. Without `gaps`, tokens of a segment
-    are as far apart as their slots, and a bias of distance needs no change. Raises ConfigError for
-    what depends on slots: an array, a bias with an array by query; and for positions that are
-    passed with a cache.
+    They differ in padded and packed batches, and in a cache. Without explicit positions, tokens of a
+    segment are as far apart as their indices, and a bias of distance needs no change. Raises
+    ConfigError for what depends on indices: an array, a bias with arrays by query; and for
+    positions that are passed with a cache.
     """
     by_distance = isinstance(bias, Bias) and bias.by_distance
     in_cache = context.state is not None
     positions = context.slot_positions
-    if not context.gaps and (by_distance or (positions is None and not in_cache)):
+    if not context.explicit_positions and (by_distance or (positions is None and not in_cache)):
         return bias
-    if in_cache and context.gaps:
+    if in_cache and context.explicit_positions:
         needed = "a bias needs the cached tokens' positions too; omit it"
         raise ConfigError(f"apply(positions=...) with a cache: {needed}")
-    if not (callable(bias) or isinstance(bias, Bias)) or getattr(bias, "rows", ()):
+    if not (callable(bias) or isinstance(bias, Bias)) or getattr(bias, "query_arrays", ()):
         advice = "return a function of (q_positions [T], kv_positions [S])"
         limits = "a bias by slots does not fit segment_ids, positions or a cache"
         raise ConfigError(f"model.positions: {limits}; {advice}")
@@ -223,7 +223,7 @@ def cross_attention(
     query = linear("btd,dnh->btnh", x, params["query"])
     key, value = (heads[name].swapaxes(1, 2).astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
-    # the queries of all that read a source
+    # the queries of all batch rows that read the same source
     of_source = query.reshape(key.shape[0], -1, *query.shape[2:])
     result = ops.attention(of_source, key, value, **options)
     out = tapped_weights(context, result, value).reshape(query.shape)
@@ -269,14 +269,14 @@ def cached(
         result = out = cached_attention.attention(query, positions, *slots, call, widths, width)
     else:
 
-        def whole(name):
+        def old_and_new(name):
             old = as_array(state[name], new[name].dtype)
             return jnp.concatenate([old, new[name]], axis=2).transpose(0, 2, 1, 3)
 
         of_keys = jnp.concatenate([old_positions, new_positions], axis=1)
         # only the reference has positions by batch row
         options = options | {"positions": (positions, of_keys), "implementation": None}
-        result = (attend or ops.attention)(query, whole("key"), whole("value"), **options)
+        result = (attend or ops.attention)(query, old_and_new("key"), old_and_new("value"), **options)
         out = split_weights(result)[0]
     if not write_first:
         state = cached_attention.write(write_slots, state, new, new_positions, out)

@@ -24,19 +24,19 @@ ALL = ""  # the name of the place where all layers are: its tree is the whole on
 
 
 class Segment(NamedTuple):
-    """Consecutive layers: the k-th is row k // n of the n places' tree number k % n."""
+    """Consecutive layers, in n places: the k-th layer is number k // n in place k % n."""
 
     first: int  # the number of the first layer
     count: int  # of layers
     places: tuple[str, ...]  # keys of the tree
 
-    def row(self, k: int) -> tuple[str, int]:
-        """The place of the k-th layer, and its row there."""
+    def place_of(self, k: int) -> tuple[str, int]:
+        """The place of the k-th layer, and its number there."""
         return self.places[k % len(self.places)], k // len(self.places)
 
 
-def turns(value: Any) -> tuple:
-    """What takes turns over the layers: a tuple, or one value for all."""
+def as_pattern(value: Any) -> tuple:
+    """The pattern that repeats over the layers: a tuple, or one value for all."""
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -49,20 +49,20 @@ def layer_config(config: ModelConfig, i: int) -> ModelConfig:
 
 def kinds(config: ModelConfig, source_width: int | None = None) -> tuple[Kind, ...]:
     """The first layers, after which the pattern of mixers, feed-forwards and positions repeats."""
-    period = math.lcm(*(len(turns(each)) for each in (config.mixer, config.feedforward, config.positions)))
+    period = math.lcm(*(len(as_pattern(each)) for each in (config.mixer, config.feedforward, config.positions)))
     return tuple(sublayers.kind(layer_config(config, i), source_width) for i in range(min(period, config.num_layers)))
 
 
 def period(config: ModelConfig, segment: Segment) -> int:
     """The number of layers after which a segment repeats: in mixers, feed-forwards, positions, masks and places."""
-    patterns = [turns(getattr(config, name)) for name in ("mixer", "feedforward", "positions", "masks")]
-    parts = [[each[i % len(each)] for each in patterns] for i in range(segment.first, segment.first + segment.count)]
+    patterns = [as_pattern(getattr(config, name)) for name in ("mixer", "feedforward", "positions", "masks")]
+    traits = [[each[i % len(each)] for each in patterns] for i in range(segment.first, segment.first + segment.count)]
     n = len(segment.places)
-    return next(p for p in range(n, len(parts) + n, n) if all(parts[i] == parts[i % p] for i in range(len(parts))))
+    return next(p for p in range(n, len(traits) + n, n) if all(traits[i] == traits[i % p] for i in range(len(traits))))
 
 
 def segments(config: ModelConfig, source_width: int | None = None) -> tuple[Segment, ...]:
-    """The layers as runs of a repeating pattern: one, but for patterns that only cover the depth.
+    """The layers as runs of a repeating pattern: one run, or several for patterns that only cover the depth.
 
     Raises ConfigError for layers of different parameters whose pattern neither repeats nor covers the depth.
     """
@@ -71,7 +71,7 @@ def segments(config: ModelConfig, source_width: int | None = None) -> tuple[Segm
     of_layers = [traits[i % len(traits)] for i in range(L)]
     if all(each == of_layers[0] for each in of_layers):
         return (Segment(0, L, (ALL,)),)
-    shown = max(len(turns(config.mixer)), len(turns(config.feedforward)))
+    shown = max(len(as_pattern(config.mixer)), len(as_pattern(config.feedforward)))
     if L % shown:
         raise ConfigError(f"model.num_layers={L} is no multiple of the pattern of {shown} different layers")
     repeats = next(p for p in range(1, L + 1) if L % p == 0 and of_layers == of_layers[:p] * (L // p))
@@ -83,7 +83,7 @@ def segments(config: ModelConfig, source_width: int | None = None) -> tuple[Segm
 
 
 def _traits(spec: Tree) -> dict[str, tuple]:
-    """What two layers must have in common to be rows of one tree: all but how they start."""
+    """What two layers must have in common to be stacked in one tree: all but their initial values."""
     names = [each.name for each in fields(Spec) if each.name != "init"]
     return {path: tuple(getattr(leaf, name) for name in names) for path, leaf in paths(spec).items()}
 
@@ -146,27 +146,28 @@ def unstacked(config: ModelConfig, tree: Tree) -> tuple[Tree, ...]:
         return tree
     layers = []
     for segment in segments(config):
-        for name, row in map(segment.row, range(segment.count)):
-            layers.append(jax.tree.map(lambda leaf, row=row: leaf[row], place(tree, name)))
+        for name, index in map(segment.place_of, range(segment.count)):
+            layers.append(jax.tree.map(lambda leaf, index=index: leaf[index], place(tree, name)))
     return tuple(layers)
 
 
 def init_state(config: ModelConfig, batch: int, length: int, dtype, ahead: int = 0) -> tuple[Tree, ...]:
-    """The empty state of each layer. A mixer that rolls keeps no more tokens than its mask lets a query see, and `ahead`.
+    """The empty state of each layer. A mixer that rolls keeps only the tokens that its mask lets a query see, and `ahead` more.
 
-    That many tokens may be taken back. Raises NotImplementedError for a mixer that has no state, or cannot take tokens back.
+    Speculation may roll back up to `ahead` tokens. Raises NotImplementedError for a mixer without a state, and for one that
+    cannot roll back.
     """
     layers = kinds(config)
     states = []
     for i in range(config.num_layers):
         mixer = layers[i % len(layers)].mixer
         reach = masks.reach(config.masks[i % len(config.masks)])
-        name = _name(turns(config.mixer)[i % len(turns(config.mixer))])
+        name = _name(as_pattern(config.mixer)[i % len(as_pattern(config.mixer))])
         if mixer.state is None:
             decoders = "mixer=None, Linear and Performer can, under a causal mask"
             raise NotImplementedError(f"{name} cannot decode: its Mixer has no `state`; {decoders}")
-        keep = length if reach is None or not mixer.rolls else min(length, reach + 1 + ahead)
-        states.append(mixer.state(batch, keep, dtype))
+        cache_length = length if reach is None or not mixer.rolls else min(length, reach + 1 + ahead)
+        states.append(mixer.state(batch, cache_length, dtype))
         if ahead and not mixer.rolls:  # sums of all tokens
             raise NotImplementedError(f"speculate: {name} cannot take tokens back: its Mixer has rolls=False")
     return tuple(states)

@@ -43,7 +43,7 @@ class Pipeline:
         if context.tap or layers.state is not None or mixers[0].carry(x) is not None:
             raise NotImplementedError("a pipeline: no cache, intermediates or carry; mesh.stage=1 has")
         drawn = [mixer.constants(x.shape[1]) for mixer in mixers] if layers.constants is None else [layers.constants]
-        different = any(mixer != layout.turns(config.mixer)[0] for mixer in layout.turns(config.mixer))
+        different = any(mixer != layout.as_pattern(config.mixer)[0] for mixer in layout.as_pattern(config.mixer))
         if different and jax.tree.leaves(drawn):
             raise NotImplementedError("a pipeline of different mixers draws no constants; mesh.stage=1 does")
         segments = layout.segments(config)
@@ -92,10 +92,10 @@ class Pipe(NamedTuple):
 
 
 class StageInputs(NamedTuple):
-    """What one stage has during all ticks."""
+    """What one stage reads in every tick."""
 
     params: Tree  # of its layers [L / (R S), R, ...]; without repeats [L / S, ...]
-    per_row: Tree  # leaves of `extras` [M, rows, ...]; this tree and the next have None in place of the other's leaves
+    per_row: Tree  # leaves of `extras` [M, batch rows, ...]; in this tree and the next, None stands for the other's leaves
     common: Tree  # other leaves of `extras`
     shared: Tree
     stage: Array  # its number
@@ -111,18 +111,18 @@ def pipeline(
     R = `repeats` = 1 is GPipe (Huang et al. 2018, arXiv:1811.06965), R > 1 the circular schedule (Narayanan et al. 2021,
     arXiv:2104.04473, section 2.2). Of R S parts of consecutive layers, stage s runs the parts r S + s. At tick t of
     R M + S - 1 it works on item i = t - s, microbatch i mod M in repeat i // M, and sends the result on (`lax.ppermute`). An
-    idle stage computes what nobody reads: skipping it saves no time and would break collectives within the layers.
+    idle stage computes values that nobody reads: to skip them saves no time and would break collectives within the layers.
 
-    `stage(params, pick, x, extras, shared, part, microbatch) -> (x, report)` runs one part on one microbatch. `pick` makes
-    of a row of its `params` the layer to run; it must be called within what is recomputed, or the scan keeps a copy of the
-    weights for each tick. Leaves of `extras` with a leading axis B are cut like x, others go to all stages, as `shared`
+    `stage(params, pick, x, extras, shared, part, microbatch) -> (x, report)` runs one part on one microbatch. `pick` selects
+    a layer's parameters from its `params`; call it within what is recomputed, or the scan keeps a copy of the weights for
+    each tick. Leaves of `extras` with a leading axis B are cut like x, others go to all stages, as `shared`
     does. Reports `[L / (R S), ...]` come back as the mean over the microbatches.
 
     The mesh axes `stage` and `data` are manual, so that gradients are summed over `data` once and not every tick. Each copy
     of the model on `data` has M microbatches of its own; `microbatch` is their number among those of all copies. With R > 1
     each weight goes once, and its gradient once back, from the stage that stores it (`P("stage")`) to the one that runs it.
-    Raises ConfigError where rows or microbatches do not divide, and for a mesh in which `context` or `expert` comes before
-    `stage`.
+    Raises ConfigError where batch rows or microbatches do not divide, and for a mesh in which `context` or `expert` comes
+    before `stage`.
     """
     mesh, B = jax.sharding.get_abstract_mesh(), len(x)
     _check_order(mesh)
@@ -133,15 +133,15 @@ def pipeline(
     _check(B, pipe, groups)
 
     def by_device(leaf, *entries):
-        return _place(leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries)
+        return _constrain(leaf.reshape(groups, B // groups, *leaf.shape[1:]), batch_axes or None, *entries)
 
     per_row, common = scan.partition(extras, lambda leaf: leaf.ndim > 0 and len(leaf) == B)
     per_row = jax.tree.map(lambda leaf: _cut(by_device(leaf), microbatches, batch_axes), per_row)
     operands = params, per_row, common, shared
-    places = P("stage"), P(None, pipe.data), P(), P()
+    operand_specs = P("stage"), P(None, pipe.data), P(), P()
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, operands)
     run = jax.shard_map(
-        partial(run_stage, pipe, dtypes), in_specs=(places, P(pipe.data, "stage"), P("stage"), P(pipe.data)),
+        partial(run_stage, pipe, dtypes), in_specs=(operand_specs, P(pipe.data, "stage"), P("stage"), P(pipe.data)),
         out_specs=(P(pipe.data, "stage"), P(None, "stage")), axis_names={"stage", *pipe.data},
         check_vma=False,  # layers know nothing of stages: their scans start from plain zeros
     )  # fmt: skip
@@ -150,39 +150,39 @@ def pipeline(
 
 
 def run_stage(pipe: Pipe, dtypes: Tree, operands: Tree, x: Array, stage: Array, copy: Array):
-    """All ticks of one stage: (its rows of the result, the mean of its reports), within `jax.shard_map`."""
+    """All ticks of one stage: (its batch rows of the result, the mean of its reports), within `jax.shard_map`."""
     params, per_row, common, shared = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), operands, dtypes)
-    here = StageInputs(_deal(params, stage[0], pipe), per_row, common, shared, stage[0], copy[0])
-    buffer = _cut(_enter(x, here.stage, pipe.stages), pipe.microbatches)
-    (arrived, buffer), reports = lax.scan(partial(tick, pipe, here), (buffer[0], buffer), jnp.arange(pipe.ticks))
+    inputs = StageInputs(_deal(params, stage[0], pipe), per_row, common, shared, stage[0], copy[0])
+    buffer = _cut(_enter(x, inputs.stage, pipe.stages), pipe.microbatches)
+    (arrived, buffer), reports = lax.scan(partial(tick, pipe, inputs), (buffer[0], buffer), jnp.arange(pipe.ticks))
     buffer = keep(pipe, buffer, arrived, jnp.int32(pipe.ticks))
-    rows, R, M = _leave(buffer, here.stage, pipe.stages, len(x)), pipe.repeats, pipe.microbatches
+    rows, R, M = _leave(buffer, inputs.stage, pipe.stages, len(x)), pipe.repeats, pipe.microbatches
 
     # [ticks, ...] -> the mean over the microbatches [R, ...]
     def means(leaf):
-        return lax.dynamic_slice_in_dim(leaf, here.stage, R * M).reshape(R, M, *leaf.shape[1:]).mean(1)
+        return lax.dynamic_slice_in_dim(leaf, inputs.stage, R * M).reshape(R, M, *leaf.shape[1:]).mean(1)
 
     return rows, jax.tree.map(lambda leaf: lax.pmean(means(leaf), pipe.data), reports)
 
 
-def tick(pipe: Pipe, here: StageInputs, carry: tuple[Array, Array], t: Array):
+def tick(pipe: Pipe, inputs: StageInputs, carry: tuple[Array, Array], t: Array):
     """One microbatch through one part, and on to the next stage: ((what arrived, the buffer), report)."""
     arrived, buffer = carry
     S, M, R = pipe.stages, pipe.microbatches, pipe.repeats
     buffer = keep(pipe, buffer, arrived, t)
-    repeat, m = jnp.divmod(jnp.clip(t - here.stage, 0, R * M - 1), M)
-    x = jnp.where(here.stage == 0, _row(buffer, t % M), arrived)
-    extras = scan.combine(jax.tree.map(lambda leaf: _row(leaf, m), here.per_row), here.common)
-    pick = partial(jax.tree.map, (lambda leaf: _row(leaf, repeat)) if R > 1 else (lambda leaf: leaf))
-    part, microbatch = repeat * S + here.stage, here.copy * M + m
-    y, report = pipe.stage(here.params, pick, x, extras, here.shared, part, microbatch)
+    repeat, m = jnp.divmod(jnp.clip(t - inputs.stage, 0, R * M - 1), M)
+    x = jnp.where(inputs.stage == 0, _at(buffer, t % M), arrived)
+    extras = scan.combine(jax.tree.map(lambda leaf: _at(leaf, m), inputs.per_row), inputs.common)
+    pick = partial(jax.tree.map, (lambda leaf: _at(leaf, repeat)) if R > 1 else (lambda leaf: leaf))
+    part, microbatch = repeat * S + inputs.stage, inputs.copy * M + m
+    y, report = pipe.stage(inputs.params, pick, x, extras, inputs.shared, part, microbatch)
     return (lax.ppermute(y, "stage", [(i, (i + 1) % S) for i in range(S)]), buffer), report
 
 
 def keep(pipe: Pipe, buffer: Array, arrived: Array, t: Array) -> Array:
-    """On stage 0 the buffer has, of each microbatch, the input until it is taken, then what came around."""
-    slot = (t - pipe.stages) % pipe.microbatches
-    return lax.dynamic_update_index_in_dim(buffer, jnp.where(t < pipe.stages, _row(buffer, slot), arrived), slot, 0)
+    """On stage 0 the buffer holds the input of each microbatch until it is read, then the last stage's output of it."""
+    microbatch = (t - pipe.stages) % pipe.microbatches
+    return lax.dynamic_update_index_in_dim(buffer, jnp.where(t < pipe.stages, _at(buffer, microbatch), arrived), microbatch, 0)
 
 
 def _widen(x: Array) -> Array:
@@ -190,42 +190,42 @@ def _widen(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _place(x: Array, *entries) -> Array:
-    """x with its first axes split so, the others as the compiler chooses; x itself where all mesh axes are manual."""
+def _constrain(x: Array, *entries) -> Array:
+    """x with its first axes split by `entries`, the others as the compiler chooses; x itself where all mesh axes are manual."""
     spec = P(*entries, *[P.UNCONSTRAINED] * (x.ndim - len(entries)))
     return lax.with_sharding_constraint(x, spec) if auto_axis_names() else x
 
 
 def _cut(x: Array, M: int, batch_axes: tuple[str, ...] = ()) -> Array:
-    """The rows of each device `[devices, rows, ...]` as microbatches `[M, devices rows / M, ...]`, with no exchange."""
+    """The batch rows of each device `[devices, rows, ...]` as microbatches `[M, devices rows / M, ...]`, with no exchange."""
     devices, rows = x.shape[:2]
     x = jnp.moveaxis(x.reshape(devices, rows // M, M, *x.shape[2:]), 2, 0)
-    return _place(x.reshape(M, devices * rows // M, *x.shape[3:]), None, batch_axes or P.UNCONSTRAINED)
+    return _constrain(x.reshape(M, devices * rows // M, *x.shape[3:]), None, batch_axes or P.UNCONSTRAINED)
 
 
 def _enter(x: Array, s: Array, S: int) -> Array:
-    """On stage 0 the rows of all stages `[devices, S rows, ...]`; on the others, its own rows S times, which nobody reads."""
+    """On stage 0 the batch rows of all stages `[devices, S rows, ...]`; elsewhere a stage's own S times, which nobody reads."""
     others = [jnp.where(s == 0, lax.ppermute(x, "stage", [(j, 0)]), x) for j in range(1, S)]
     return jnp.concatenate([x, *others], axis=1)
 
 
 def _leave(buffer: Array, s: Array, S: int, devices: int) -> Array:
-    """To each stage its rows `[devices, rows, ...]` of the microbatches on stage 0: the inverse of `_cut` and `_enter`."""
+    """To each stage its batch rows `[devices, rows, ...]`, from the microbatches on stage 0: inverse of `_cut` and `_enter`."""
     M = len(buffer)
     x = jnp.moveaxis(buffer.reshape(M, devices, -1, *buffer.shape[2:]), 0, 2).reshape(devices, S, -1, *buffer.shape[2:])
     others = [lax.ppermute(x[:, j], "stage", [(0, j)]) for j in range(1, S)]  # zeros where nothing arrives
     return sum(others, start=jnp.where(s == 0, x[:, 0], 0))
 
 
-def _row(leaf, index):
+def _at(leaf, index):
     return lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
 
 def _deal(params: Tree, s: Array, pipe: Pipe) -> Tree:
     """From the consecutive layers that a stage stores `[R k, ...]` to those of the parts r S + s that it runs `[k, R, ...]`.
 
-    Part c = d R + b is stored on stage d in slot b and goes to stage c mod S, slot c // S. In round a of R, stage d sends
-    the slot (a + d g // S) mod R, for g = gcd(R, S): then no two stages send to the same one.
+    Part c = d R + b is stored on stage d at index b. It goes to stage c mod S, index c // S. In round a of R, stage d sends
+    the part at index (a + d g // S) mod R, for g = gcd(R, S): then no two stages send to the same one.
     """
     S, R = pipe.stages, pipe.repeats
     g = math.gcd(R, S)
@@ -235,11 +235,11 @@ def _deal(params: Tree, s: Array, pipe: Pipe) -> Tree:
         leaf = leaf.reshape(R, -1, *leaf.shape[1:])
         out = jnp.zeros_like(leaf)
         for sent in rounds:
-            slots = jnp.array([part % R for part in sent])
-            arrived = jnp.array([next(part // S for part in sent if part % S == d) for d in range(S)])
+            stored = jnp.array([part % R for part in sent])
+            round_of_stage = jnp.array([next(part // S for part in sent if part % S == d) for d in range(S)])
             pairs = [(d, part % S) for d, part in enumerate(sent)]
-            one = lax.ppermute(_row(leaf, slots[s]), "stage", pairs)
-            out = lax.dynamic_update_index_in_dim(out, one, arrived[s], 0)
+            received = lax.ppermute(_at(leaf, stored[s]), "stage", pairs)
+            out = lax.dynamic_update_index_in_dim(out, received, round_of_stage[s], 0)
         return jnp.moveaxis(out, 0, 1)
 
     return params if R == 1 else jax.tree.map(deal_leaf, params)
@@ -248,10 +248,10 @@ def _deal(params: Tree, s: Array, pipe: Pipe) -> Tree:
 def _check_order(mesh: jax.sharding.AbstractMesh) -> None:
     """Raises ConfigError for a mesh whose compilation would end the process: see `parallel.mesh.AXES`."""
     names = list(mesh.axis_names)
-    before = names[: names.index("stage")]
-    inner = [axis for axis in ("context", "expert") if axis in before and mesh.shape[axis] > 1]
+    outer_axes = names[: names.index("stage")]
+    inner = [axis for axis in ("context", "expert") if axis in outer_axes and mesh.shape[axis] > 1]
     if inner:
-        first = [axis for axis in before if axis == "data"] + ["stage"]
+        first = [axis for axis in outer_axes if axis == "data"] + ["stage"]
         expected = first + [axis for axis in names if axis not in first]
         raise ConfigError(
             f"a mesh with the axes {', '.join(names)}: XLA cannot compile layers that are split over {inner[0]} within stages"

@@ -1,4 +1,4 @@
-"""The default stack: all layers under one scan. Also what other stacks need: the rows of layers, and what is recomputed."""
+"""The default stack: all layers under one scan. Other stacks use its `LayerInputs`, `partition`, `combine` and `remat`."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ from jaxformer.sharding import is_one_cpu, platform
 UNROLLED, WIDE = 24, 512
 
 
-class Row(NamedTuple):
-    """What one layer reads. Of several layers, each leaf has a leading axis."""
+class LayerInputs(NamedTuple):
+    """What one layer reads. For several layers, each leaf has a leading axis."""
 
     layer: Any  # its number
     params: Tree
@@ -48,7 +48,7 @@ class StackCall(NamedTuple):
     config: ModelConfig
     layers: Layers
     context: Context
-    pick: Callable | None  # of a layer's parameters and constants makes what the layer reads
+    pick: Callable | None  # selects a layer's parameters and constants
     kinds: tuple[Kind, ...]  # of the first layers, which repeat
     constants: list[Tree]  # for each kind what its mixer drew for all layers, `[L, ...]`
 
@@ -56,10 +56,10 @@ class StackCall(NamedTuple):
         """What layer i is made of."""
         return self.kinds[i % len(self.kinds)]
 
-    def drawn(self, rows: int | slice) -> Tree:
+    def drawn(self, layers: int | slice) -> Tree:
         """The constants of a layer, or of the layers of a slice, which are of one kind."""
-        first = rows if isinstance(rows, int) else rows.start
-        return jax.tree.map(lambda leaf: leaf[rows], self.constants[first % len(self.kinds)])
+        first = layers if isinstance(layers, int) else layers.start
+        return jax.tree.map(lambda leaf: leaf[layers], self.constants[first % len(self.kinds)])
 
     def context_of(self, i: int) -> Context:
         """The context with the mask of layer i."""
@@ -69,8 +69,8 @@ class StackCall(NamedTuple):
 def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callable | None = None):
     """(x after all layers, `LayerOutput` of them): a scan over whole periods of the pattern, then the rest.
 
-    `unroll=L` or JAX_DISABLE_JIT=1 give the same values. `context.layer` is the number of the first layer. `pick` makes
-    of a layer's parameters and constants what the layer reads (`stacks.pipeline`).
+    `unroll=L` or JAX_DISABLE_JIT=1 give the same values. `context.layer` is the number of the first layer. `pick` selects a
+    layer's parameters and constants (`stacks.pipeline`).
     """
     source_width = None if context.source is None else context.source.hidden.shape[-1]
     kinds = layout.kinds(config, source_width)
@@ -89,7 +89,7 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
 
 def first_carry(config: ModelConfig, kinds: Sequence[Kind], x) -> Tree:
     """What the first layer reads of a layer before it. ConfigError where mixers of other kinds would read it."""
-    mixers = layout.turns(config.mixer)
+    mixers = layout.as_pattern(config.mixer)
     if any(mixer != mixers[0] for mixer in mixers) and any(kind.mixer.carry(x) is not None for kind in kinds):
         raise ConfigError("model.mixer: a mixer that hands a carry to the next layer is the mixer of all layers")
     return kinds[0].mixer.carry(x)
@@ -108,8 +108,8 @@ def run_one_by_one(call: StackCall, flow):
     states = layers.state or (None,) * config.num_layers
     outputs = []
     for i, params in enumerate(layout.unstacked(config, layers.params)):
-        row = Row(i, params, states[i], call.drawn(i), None if heads is None else heads[i])
-        flow, output = run_layer(call, call.kind(i), call.context_of(i), flow, row)
+        inputs = LayerInputs(i, params, states[i], call.drawn(i), None if heads is None else heads[i])
+        flow, output = run_layer(call, call.kind(i), call.context_of(i), flow, inputs)
         outputs.append(output)
     stacked = joined([output._replace(state=None) for output in outputs], stack_leaves)
     states = tuple(output.state for output in outputs)
@@ -124,60 +124,60 @@ def run_segment(call: StackCall, segment: Segment, flow):
     scanned = 0 if together >= config.num_layers else segment.count - segment.count % period
     outputs = []
     if scanned:
-        functions = [partial(run_row_of_period, call, segment, period, k) for k in range(period)]
+        functions = [partial(run_layer_of_period, call, segment, period, k) for k in range(period)]
         step = partial(run_period, [remat(config, function, dtype) for function in functions], segment)
-        rows = rows_of_periods(call, segment, period, scanned)
-        flow, output = jax.lax.scan(step, flow, rows, unroll=max(1, together // period))
+        inputs = inputs_of_periods(call, segment, period, scanned)
+        flow, output = jax.lax.scan(step, flow, inputs, unroll=max(1, together // period))
         outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output))
     if scanned < segment.count:
-        each = [remat(config, partial(run_row, call, segment, k), dtype) for k in range(scanned, segment.count)]
-        flow, output = run_in_turn(each, flow, rows_behind(call, segment, scanned))
+        each = [remat(config, partial(run_layer_of_segment, call, segment, k), dtype) for k in range(scanned, segment.count)]
+        flow, output = run_in_turn(each, flow, inputs_of_rest(call, segment, scanned))
         outputs.append(output)
     return flow, joined(outputs, jnp.concatenate)
 
 
-def run_layer(call: StackCall, kind: Kind, context: Context, flow, row: Row):
-    """One layer: (Flow, Row) -> (Flow, LayerOutput)."""
-    params, constants = row.params, row.constants
+def run_layer(call: StackCall, kind: Kind, context: Context, flow, inputs: LayerInputs):
+    """One layer: (Flow, LayerInputs) -> (Flow, LayerOutput)."""
+    params, constants = inputs.params, inputs.constants
     if call.pick is not None:
         params, constants = call.pick((params, constants))
-    key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, row.layer)
-    source = None if context.source is None else replace(context.source, heads=row.source_heads)
+    key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, inputs.layer)
+    source = None if context.source is None else replace(context.source, heads=inputs.source_heads)
     context = replace(
-        context, dropout_key=key, state=row.state, layer=row.layer, constants=constants, carry=flow.carry, source=source,
-        tap=context.tap.in_layer(row.layer),
+        context, dropout_key=key, state=inputs.state, layer=inputs.layer, constants=constants, carry=flow.carry, source=source,
+        tap=context.tap.in_layer(inputs.layer),
     )  # fmt: skip
     output = sublayers.run(call.config, kind, params, flow.x, context)
     return Flow(output.hidden, output.carry), output._replace(hidden=None, carry=None)
 
 
-def run_row(call: StackCall, segment: Segment, k: int, flow, row: Row):
-    """The k-th layer of a segment, on its row."""
+def run_layer_of_segment(call: StackCall, segment: Segment, k: int, flow, inputs: LayerInputs):
+    """The k-th layer of a segment."""
     i = segment.first + k
-    flow, output = run_layer(call, call.kind(i), call.context_of(i), flow, row)
-    place, _ = segment.row(k)
+    flow, output = run_layer(call, call.kind(i), call.context_of(i), flow, inputs)
+    place, _ = segment.place_of(k)
     return flow, output._replace(updates=layout.placed(output.updates, place))
 
 
-def run_row_of_period(call: StackCall, segment: Segment, period: int, k: int, flow, row: Row):
-    """The k-th layer of a period, on its row of those that its place has in the period.
+def run_layer_of_period(call: StackCall, segment: Segment, period: int, k: int, flow, inputs: LayerInputs):
+    """The k-th layer of a period. A place with several layers in a period has its parameters stacked: this takes those of one.
 
-    The row is taken within what is recomputed: the loop then keeps no copy of the weights for the backward pass.
+    It does so within what is recomputed: the loop then keeps no copy of the weights for the backward pass.
     """
     n = len(segment.places)
     if period > n:
-        row = row._replace(params=unstack(row.params, period // n)[k // n])
-    return run_row(call, segment, k, flow, row)
+        inputs = inputs._replace(params=unstack(inputs.params, period // n)[k // n])
+    return run_layer_of_segment(call, segment, k, flow, inputs)
 
 
-def run_period(functions: Sequence[Callable], segment: Segment, flow, rows: tuple[list[Tree], list[Row]]):
+def run_period(functions: Sequence[Callable], segment: Segment, flow, inputs: tuple[list[Tree], list[LayerInputs]]):
     """One step of the scan: the layers of a period."""
-    params, own = rows
+    params, layer_inputs = inputs
     n = len(segment.places)
-    return run_in_turn(functions, flow, [row._replace(params=params[k % n]) for k, row in enumerate(own)])
+    return run_in_turn(functions, flow, [each._replace(params=params[k % n]) for k, each in enumerate(layer_inputs)])
 
 
-def rows_of_periods(call: StackCall, segment: Segment, period: int, scanned: int) -> tuple[list[Tree], list[Row]]:
+def inputs_of_periods(call: StackCall, segment: Segment, period: int, scanned: int) -> tuple[list[Tree], list[LayerInputs]]:
     """What the first `scanned` layers of a segment read, each leaf [periods, ...]: parameters by place, the rest by layer.
 
     A place with several layers in a period has a second axis, of these layers: [periods, several, ...].
@@ -193,11 +193,13 @@ def rows_of_periods(call: StackCall, segment: Segment, period: int, scanned: int
     stop = segment.first + scanned
     numbers = call.context.layer + jnp.arange(segment.first, stop)
     firsts = range(segment.first, segment.first + period)
-    return params, [Row(numbers[k::period], None, None, call.drawn(slice(i, stop, period))) for k, i in enumerate(firsts)]
+    return params, [
+        LayerInputs(numbers[k::period], None, None, call.drawn(slice(i, stop, period))) for k, i in enumerate(firsts)
+    ]
 
 
-def rows_of_pattern(config: ModelConfig, layers: Layers, length: int) -> tuple[Row, ...]:
-    """For each layer of the pattern the rows `[L / period, ...]` of the layers in its place: for a stack of another kind.
+def inputs_of_pattern(config: ModelConfig, layers: Layers, length: int) -> tuple[LayerInputs, ...]:
+    """For each layer of the pattern the inputs `[L / period, ...]` of the layers in its place: for a stack of another kind.
 
     A pattern that only covers the depth is its own period. Raises ConfigError for a depth that is no multiple of the pattern.
     """
@@ -209,38 +211,38 @@ def rows_of_pattern(config: ModelConfig, layers: Layers, length: int) -> tuple[R
     for segment in segments:
         for k in range(min(segment.count, period)):
             i = segment.first + k
-            name, first = segment.row(k)
+            name, first = segment.place_of(k)
             several = slice(first, first + 1) if len(segments) > 1 else slice(first, None, period // len(segment.places))
             own = jax.tree.map(lambda leaf, several=several: leaf[several], layout.place(layers.params, name))
             constants = _constants(kinds[i % len(kinds)], layers, length)
             constants = jax.tree.map(lambda leaf, i=i: leaf[i::period], constants)
-            found.append(Row(jnp.arange(i, L, period), own, None, constants))
+            found.append(LayerInputs(jnp.arange(i, L, period), own, None, constants))
     return tuple(found)
 
 
-def rows_behind(call: StackCall, segment: Segment, scanned: int) -> list[Row]:
-    """What each layer of a segment reads that comes behind the `scanned` ones: whole periods, so whole rows of places."""
+def inputs_of_rest(call: StackCall, segment: Segment, scanned: int) -> list[LayerInputs]:
+    """What each layer of a segment behind the `scanned` ones reads. Every place has the same number of scanned layers."""
     first = scanned // len(segment.places)
 
     def rest(name: str) -> Iterator[Tree]:
         stored = layout.place(call.layers.params, name)
-        behind = jax.tree.map(lambda leaf: leaf[first:], stored)
-        return iter(unstack(behind, len(jax.tree.leaves(stored)[0]) - first))
+        leaves = jax.tree.map(lambda leaf: leaf[first:], stored)
+        return iter(unstack(leaves, len(jax.tree.leaves(stored)[0]) - first))
 
     params = {name: rest(name) for name in segment.places}
-    rows = []
+    inputs = []
     for k in range(scanned, segment.count):
-        place, _ = segment.row(k)
+        place, _ = segment.place_of(k)
         i = segment.first + k
-        rows.append(Row(call.context.layer + i, next(params[place]), None, call.drawn(i)))
-    return rows
+        inputs.append(LayerInputs(call.context.layer + i, next(params[place]), None, call.drawn(i)))
+    return inputs
 
 
-def run_in_turn(functions: Sequence[Callable], flow, rows: Sequence[Row]):
-    """Layers one after another, each on its row, and their outputs stacked."""
+def run_in_turn(functions: Sequence[Callable], flow, inputs: Sequence[LayerInputs]):
+    """Layers one after another, and their outputs stacked."""
     outputs = []
-    for function, row in zip(functions, rows, strict=True):
-        flow, output = function(flow, row)
+    for function, layer_inputs in zip(functions, inputs, strict=True):
+        flow, output = function(flow, layer_inputs)
         outputs.append(output)
     return flow, joined(outputs, stack_leaves)
 
@@ -276,7 +278,7 @@ def _merged(trees: Sequence[Tree], combine: Callable) -> Tree:
 
 
 def layers_a_step(config: ModelConfig, dtype) -> int:
-    """Layers of one step of the scan: `config.unroll`, or by default what is fastest.
+    """Layers of one step of the scan: `config.unroll`, or by default the fastest number.
 
     On GPUs and on one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. With
     `config.remat` it is a scan, which keeps no layer's weights. On TPUs it is one layer, which compiles soonest.
@@ -284,35 +286,37 @@ def layers_a_step(config: ModelConfig, dtype) -> int:
     if config.unroll is not None:
         return config.unroll
     copies = platform() == "gpu" or (is_one_cpu() and (dtype.itemsize < 4 or config.d_model <= WIDE))
-    chosen = config.num_layers if copies and config.num_layers <= UNROLLED and config.remat == "none" else 1
-    _log_once(platform(), config.num_layers, chosen)
-    return chosen
+    layers_per_step = config.num_layers if copies and config.num_layers <= UNROLLED and config.remat == "none" else 1
+    _log_once(platform(), config.num_layers, layers_per_step)
+    return layers_per_step
 
 
 @cache
-def _log_once(platform: str, layers: int, chosen: int) -> None:
-    how = "one after another, without a scan" if chosen >= layers else f"a scan, {chosen} a step"
-    logging.getLogger("jaxformer").info("%d layers on %s: %s", layers, platform, how)
+def _log_once(platform: str, layers: int, layers_per_step: int) -> None:
+    schedule = "one after another, without a scan" if layers_per_step >= layers else f"a scan, {layers_per_step} a step"
+    logging.getLogger("jaxformer").info("%d layers on %s: %s", layers, platform, schedule)
 
 
 def unstack(tree: Tree, length: int) -> list[Tree]:
     """`[length, ...]` leaves -> `length` trees, by `lax.split`: its transpose is one concatenation, an index's a scatter."""
     leaves, structure = jax.tree.flatten(tree)
-    columns = [[part.reshape(leaf.shape[1:]) for part in jax.lax.split(leaf, (1,) * length)] for leaf in leaves]
-    return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]
+    split_leaves = [
+        [layer_leaf.reshape(leaf.shape[1:]) for layer_leaf in jax.lax.split(leaf, (1,) * length)] for leaf in leaves
+    ]
+    return [jax.tree.unflatten(structure, layer_leaves) for layer_leaves in zip(*split_leaves, strict=True)]
 
 
 def partition(tree: Tree, keep: Callable) -> tuple[Tree, Tree]:
-    """The tree twice: with the leaves for which `keep(leaf)` holds, and with the others; None in place of the rest."""
+    """The tree twice: with the leaves for which `keep(leaf)` holds, and with the others. None stands for a missing leaf."""
 
-    def pick(kept):
-        return jax.tree.map(lambda leaf: leaf if bool(keep(leaf)) == kept else None, tree)
+    def pick(flag):
+        return jax.tree.map(lambda leaf: leaf if bool(keep(leaf)) == flag else None, tree)
 
     return pick(True), pick(False)
 
 
 def combine(tree: Tree, other: Tree) -> Tree:
-    """The tree of which `partition` made these two."""
+    """The inverse of `partition`."""
     return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=lambda leaf: leaf is None)
 
 
@@ -334,7 +338,7 @@ def remat(config: ModelConfig, f: Callable, dtype) -> Callable:
 
 
 def _save_products(primitive, *operands, **options) -> bool:
-    """Saves products with weights: those of `ops.einsum` by their name, as they are rounded, and a user's own as they are."""
+    """Saves products with weights: those of `ops.einsum` by their name, after rounding, and a user's own."""
     if primitive.name == "name":
         return options["name"] == PRODUCT
     if primitive.name != "dot_general":
@@ -359,7 +363,7 @@ _CHEAP = {
 
 
 def _save_all_but_cheap(primitive, *operands, call_jaxpr=None, **_) -> bool:
-    """Saves all but what is only sharded or cast anew, or an elementwise function of what is saved; and gathered vectors."""
+    """Saves every value except a sharded or cast copy and an elementwise function of saved values; and gathered vectors."""
     names = [primitive.name] if call_jaxpr is None else [equation.primitive.name for equation in call_jaxpr.eqns]
     of_vectors = bool(operands) and all(x.ndim <= 1 for x in operands) and "broadcast_in_dim" not in names
     return of_vectors or not all(name in _CHEAP for name in names)

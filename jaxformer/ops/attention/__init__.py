@@ -152,16 +152,16 @@ def _check_heads(N: int, call: Call) -> None:
 def _bias_heads(bias: Any) -> int | None:
     """The number of heads of a bias of any kind.
 
-    None: there is no bias, or it has an array by query.
+    None: there is no bias, or it has arrays by query.
     """
-    if bias is None or getattr(bias, "rows", ()):
+    if bias is None or getattr(bias, "query_arrays", ()):
         return None
     if isinstance(bias, Bias):
         one_pair = partial(Bias.block, q_start=0, q_length=1, kv_start=0, kv_length=1)
         return jax.eval_shape(one_pair, bias).shape[1]
     if callable(bias):
-        place = jax.ShapeDtypeStruct((1,), jnp.int32)
-        return jax.eval_shape(bias, place, place).shape[-3]
+        position = jax.ShapeDtypeStruct((1,), jnp.int32)
+        return jax.eval_shape(bias, position, position).shape[-3]
     return bias.shape[1]
 
 

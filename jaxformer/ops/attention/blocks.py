@@ -55,14 +55,14 @@ def choose_grid(mask: Mask, T: int, S: int, heads: int) -> Grid:
     # the finest blocks: about 500 blocks a side at most
     bq, bk = (min(n, 64 << (n // 32_768).bit_length()) for n in (T, S))
     visible = mask.blocks(T, S, (bq, bk)) != EMPTY
-    most = max(IN_CACHE, min(LEAST_PARALLEL * heads, MOST_SCORES)) // heads
+    max_scores = max(IN_CACHE, min(LEAST_PARALLEL * heads, MOST_SCORES)) // heads
     best = np.inf, 0, 0
     for q in (1, 2, 4, 8):
         of_queries = np.logical_or.reduceat(visible, np.arange(0, len(visible), q))
         for k in (1, 2, 3, 4, 6, 8):
             scores = q * bq * k * bk
             too_long = (q > 1 and q // 2 * bq >= T) or (k > 1 and (k - 1) * bk >= S)
-            if too_long or (q * k > 1 and scores > most):
+            if too_long or (q * k > 1 and scores > max_scores):
                 continue
             price = (scores if scores >= LEAST_PARALLEL else 1.5 * scores) + VISIT_COST / heads
             visits = len(cover(of_queries, k)[0])
@@ -169,7 +169,7 @@ class BiasArray(NamedTuple):
 
 
 class BiasRule(NamedTuple):
-    """A `ops.bias.Bias`, evaluated block by block; its `rows` are padded to whole query blocks."""
+    """A `ops.bias.Bias`, evaluated block by block; its `query_arrays` are padded to whole query blocks."""
 
     grid: Grid
     bias: Bias
@@ -186,19 +186,19 @@ class BiasRule(NamedTuple):
         block, pullback = jax.vjp(*self._of_block(i, j))
         (more,) = pullback(_sum_to(gradient, block.shape).astype(block.dtype))
         arrays = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total.arrays, more.arrays)
-        pairs = zip(total.rows, more.rows, strict=True)
-        rows = tuple(add_at(x, y, i * self.grid.bq, axis=1) for x, y in pairs)
-        return replace(total, arrays=arrays, rows=rows)
+        pairs = zip(total.query_arrays, more.query_arrays, strict=True)
+        query_arrays = tuple(add_at(x, y, i * self.grid.bq, axis=1) for x, y in pairs)
+        return replace(total, arrays=arrays, query_arrays=query_arrays)
 
     def _of_block(self, i, j):
-        """Block (i, j) as a function of the bias with the rows of query block i, and this bias."""
+        """Block (i, j) as a function of the bias with the arrays of query block i, and this bias."""
         grid, start = self.grid, i * self.grid.bq
 
         def block(bias):
             return bias.block(self.first + start, grid.bq, j * grid.step, grid.bk)
 
-        rows = tuple(lax.dynamic_slice_in_dim(x, start, grid.bq, axis=1) for x in self.bias.rows)
-        return block, replace(self.bias, rows=rows)
+        query_arrays = tuple(lax.dynamic_slice_in_dim(x, start, grid.bq, axis=1) for x in self.bias.query_arrays)
+        return block, replace(self.bias, query_arrays=query_arrays)
 
 
 def _sum_to(gradient, shape):
@@ -233,8 +233,8 @@ def bias_blocks(grid: Grid, bias, first, padded_length: int) -> BiasArray | Bias
     if bias is None:
         return None
     if isinstance(bias, Bias):
-        rows = tuple(padded(x, 1, grid.bq) for x in bias.rows)
-        return BiasRule(grid, replace(bias, rows=rows), first)
+        query_arrays = tuple(padded(x, 1, grid.bq) for x in bias.query_arrays)
+        return BiasRule(grid, replace(bias, query_arrays=query_arrays), first)
     for axis, length in ((2, grid.nq * grid.bq), (3, padded_length)):
         if bias.shape[axis] > 1:
             bias = padded_to(bias, axis, length)
@@ -277,12 +277,12 @@ def find_visits(mask: Mask, grid: Grid, shard_of: tuple[int, ...] | None = None)
     count = max(shards, default=0) + 1
     found = {}
     for kind in (FULL, PARTIAL):
-        here = full == (kind == FULL)
-        if here.any():
-            at = lines[here] * count + shards[columns[here]]
+        is_kind = full == (kind == FULL)
+        if is_kind.any():
+            at = lines[is_kind] * count + shards[columns[is_kind]]
             order = np.argsort(at, kind="stable")
             starts = np.searchsorted(at[order], np.arange(grid.nq * count + 1))
-            found[kind] = starts.astype(np.int32), columns[here][order].astype(np.int32)
+            found[kind] = starts.astype(np.int32), columns[is_kind][order].astype(np.int32)
     return found
 
 

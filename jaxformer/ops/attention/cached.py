@@ -202,8 +202,8 @@ def _write_token(state: Array, new: Array, positions: Array) -> Array:
         start = (b, 0, jnp.minimum(slot, S - pair), 0)
         hit = (jnp.arange(pair) == slot - start[2]) & (positions[b] >= 0)
         old = lax.dynamic_slice(state, start, (1, K, pair, H))
-        written = jnp.where(hit[None, None, :, None], new[b : b + 1], old)
-        state = lax.dynamic_update_slice(state, written, start)
+        updated = jnp.where(hit[None, None, :, None], new[b : b + 1], old)
+        state = lax.dynamic_update_slice(state, updated, start)
     return state
 
 

@@ -43,12 +43,12 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
 
     scale = told_apart(call.scale) if is_deterministic() else call.scale
 
-    def here(query, key, value, bias, lengths):
+    def run_on_device(query, key, value, bias, lengths):
         planned_here = planned | lengths
         return run(query, key, value, bias, scale, planned=planned_here, implementation="cudnn")
 
     in_specs = *[split.spec] * 3, bias_spec, P(split.batch)
-    return split.run(here, in_specs, split.spec, query, key, value, bias, lengths)
+    return split.run(run_on_device, in_specs, split.spec, query, key, value, bias, lengths)
 
 
 def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:

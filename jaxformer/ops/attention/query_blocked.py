@@ -134,10 +134,10 @@ def key_ranges(mask: Mask, T: int, S: int, block: int) -> list[tuple[int, int, i
     found = []
     for i, visible in enumerate(mask.blocks(T, S, (block, KEYS)) != EMPTY):
         low, high = 0, 0
-        seen = np.flatnonzero(visible)
-        if len(seen):
-            low = KEYS * int(seen[0])
-            high = min(S, KEYS * (int(seen[-1]) + 1))
+        visible_blocks = np.flatnonzero(visible)
+        if len(visible_blocks):
+            low = KEYS * int(visible_blocks[0])
+            high = min(S, KEYS * (int(visible_blocks[-1]) + 1))
         found.append((i * block, min(T, (i + 1) * block), low, high))
     return found or [(0, 0, 0, 0)]
 

@@ -71,7 +71,7 @@ def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
         return f"{T} queries and {S} keys on {count} devices (mesh.context must divide them)"
     if key.dtype != value.dtype:
         return f"keys and values of two types, {key.dtype} and {value.dtype}"
-    if callable(call.bias) or getattr(call.bias, "rows", ()):
+    if callable(call.bias) or getattr(call.bias, "query_arrays", ()):
         other = "a `ops.bias.Bias` may have your own rule"
         return f"bias that is a function or has rows, as `shaw` ({other})"
     return None

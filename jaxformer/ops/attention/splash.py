@@ -112,8 +112,8 @@ def block_size(length: int, head_width: int) -> int:
     At most 512, and 256 for wide heads: the on-chip memory holds a block of each operand twice and
     some float32 squares of scores, 512 x 512 x 4 B = 1 MB.
     """
-    most = 512 if head_width <= 256 else 256
-    count = max(1, -(-length // most))
+    largest = 512 if head_width <= 256 else 256
+    count = max(1, -(-length // largest))
     return -(-max(1, length) // (count * 128)) * 128
 
 

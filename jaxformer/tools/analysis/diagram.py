@@ -63,7 +63,7 @@ def rows(config: ModelConfig, source: ModelConfig | None = None, label: str = "t
     spec, L = transformer.spec(config, width), config.num_layers
     layers = layout.kinds(config, width)
     yield from _inputs(config, spec["embedding"], label)
-    turns = [layout.turns(each) for each in (config.mixer, config.masks, config.positions, config.feedforward)]
+    turns = [layout.as_pattern(each) for each in (config.mixer, config.masks, config.positions, config.feedforward)]
     kinds: list[Any] = [tuple(each[i % len(each)] for each in turns) for i in range(L)]
     period = next(p for p in range(1, L + 1) if all(kinds[i] == kinds[i % p] for i in range(L)))
     groups = [list(same) for _, same in groupby(range(period), kinds.__getitem__)]

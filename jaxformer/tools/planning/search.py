@@ -44,7 +44,7 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     rows = math.prod(shape[axis] for axis in sharding.ACTIVATIONS["batch"])
     tokens = experiment.batch_size / rows * model.context_length / shape["context"]
     D, N, K, H, L = model.d_model, model.num_heads, model.kv_heads, model.head_size, model.num_layers / shape["stage"]
-    experts = max(getattr(each, "top_k", 1) for each in layout.turns(model.feedforward))
+    experts = max(getattr(each, "top_k", 1) for each in layout.as_pattern(model.feedforward))
     inner = tokens * width * (2 * (N + K) * H + 3 * experts * model.ff_width) / split
     stream = tokens * D * width
     attended = tokens * N * H * width / split
@@ -101,7 +101,7 @@ def candidates(experiment: Any, devices: int) -> Iterator[Any]:
     fixed = {axis: max(1, getattr(mesh, axis)) for axis in ("context", "stage")}
     rest = devices // math.prod(fixed.values())
     powers = [2**n for n in range(rest.bit_length()) if rest % 2**n == 0]
-    counts = [getattr(each, "experts", None) for each in layout.turns(model.feedforward)]
+    counts = [getattr(each, "experts", None) for each in layout.as_pattern(model.feedforward)]
     experts = [n for n in powers if all(count % n == 0 for count in counts if count) and (any(counts) or n == 1)]
     for tensor, expert, data in itertools.product(powers, experts, powers):
         fsdp = rest // (tensor * expert * data)
