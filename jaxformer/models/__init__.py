@@ -15,8 +15,8 @@ from jax import Array
 from jaxformer import params
 from jaxformer.models import blocks, encoder_decoder, transformer
 from jaxformer.models.config import (
-    Alibi, Axial, Classification, Embedding, EncoderDecoder, LanguageModel, Learned, ModelConfig, Patches, Relative,
-    Sinusoidal, TokenClassification,
+    Alibi, Axial, Classification, Embedding, EncoderDecoder, InAttention, LanguageModel, Learned, ModelConfig, Patches,
+    Relative, Sinusoidal, TokenClassification,
 )  # fmt: skip
 from jaxformer.models.mixture import Mixture
 from jaxformer.models.mup import MuP

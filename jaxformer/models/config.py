@@ -81,6 +81,22 @@ class Axial:
 
 
 @dataclass(frozen=True)
+class InAttention:
+    """Positions that every attention adds to the inputs of its queries and keys, not of its values: DETR.
+
+    Carion et al. 2020, arXiv:2005.12872. A cross-attention adds those of the decoder to its queries and those of the encoder
+    to its keys. `of`: Learned(), Sinusoidal(), Axial(...), or a function `config -> models.position_table.PositionTable`.
+    """
+
+    of: Any
+
+    def __post_init__(self):
+        if not (isinstance(self.of, Learned | Sinusoidal | Axial) or callable(self.of)):
+            expected = "Learned(), Sinusoidal(), Axial(...), or a function config -> PositionTable"
+            raise ConfigError(f"InAttention.of={self.of!r}: expected {expected}")
+
+
+@dataclass(frozen=True)
 class Alibi:
     """Scores fall with the distance, at a slope for each head (`ops.alibi`)."""
 
@@ -206,7 +222,9 @@ class ModelConfig:
     # output_norm (OLMo 2), parallel (GPT-J), or your own: (config, names) -> models.layer.Block
     block: Callable | None = declared(default=None, metadata={"describe": describe_block})
     # how tokens know their place; a tuple: one a layer, repeated; your own: config -> what `bias` of ops.attention may be
-    positions: Learned | Sinusoidal | Axial | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None = Learned()
+    positions: (
+        Learned | Sinusoidal | Axial | InAttention | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None
+    ) = Learned()
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
     # None: mixers.attention; one of zoo; or your own; a tuple: one a layer, repeated
     mixer: Callable | tuple[Callable | None, ...] | None = None
@@ -245,7 +263,7 @@ class ModelConfig:
     head_size = property(lambda self: self.head_width or self.d_model // self.num_heads)
     ff_width = property(lambda self: self.d_ff or 4 * self.d_model)
     # how many positions there are: rows of a trained table, or no end of them
-    position_limit = property(lambda self: self.context_length if isinstance(self.positions, Learned | Axial) else sys.maxsize)
+    position_limit = property(lambda self: self.context_length if isinstance(_table(self), Learned | Axial) else sys.maxsize)
     std = property(lambda self: getattr(self.init_std, "init_std", self.init_std))  # of initial values, at the base of a MuP
     # of what the heads read: D, or 2 D of a reversible stack that gives both streams
     hidden_width = property(lambda self: self.d_model * getattr(self.stack, "streams", 1))
@@ -262,9 +280,14 @@ class ModelConfig:
         return bool(re.fullmatch(self.use_bias, name)) if isinstance(self.use_bias, str) else self.use_bias
 
 
+def _table(config: ModelConfig) -> Any:
+    """The positions, wherever they are added."""
+    return config.positions.of if isinstance(config.positions, InAttention) else config.positions
+
+
 def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
     """One line for each number that is out of range or does not fit another."""
-    c, positions = config, config.positions
+    c, positions = config, _table(config)
     patches = c.embedding if isinstance(c.embedding, Patches) else None
     optional = "num_kv_heads", "head_width", "d_ff", "unroll"
     for name in ("vocab_size", "num_layers", "d_model", "num_heads", "context_length", *optional):

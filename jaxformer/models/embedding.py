@@ -13,10 +13,11 @@ from jaxtyping import Float, Int
 
 from jaxformer import params
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Axial, Embedding, Learned, ModelConfig, Patches, Sinusoidal
+from jaxformer.models.config import Embedding, ModelConfig, Patches
 from jaxformer.models.layer import linear
 from jaxformer.models.norm import norm, norm_spec
-from jaxformer.ops.positions import learned, sinusoidal
+from jaxformer.models.position_table import table_of
+from jaxformer.ops.positions import learned
 from jaxformer.ops.stored_weight import StoredWeight
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import mesh_axes, with_logical_constraint
@@ -60,11 +61,9 @@ def spec(config: ModelConfig) -> Tree:
             tree["norm"] = norm_spec(config)
     else:
         tree |= embedding(config).spec
-    if isinstance(config.positions, Learned):
-        tree["positions"] = table("length", config.context_length + config.positions.offset)
-    if isinstance(config.positions, Axial):
-        tables = zip(("lines", "columns"), config.positions.shape, config.positions.widths, strict=True)
-        tree["positions"] = {name: Spec((n, width), ("length", None), start) for name, n, width in tables}
+    of_positions = table_of(config, config.positions)
+    if of_positions is not None and of_positions.spec:
+        tree["positions"] = of_positions.spec
     return tree
 
 
@@ -103,14 +102,10 @@ def embed(
     else:
         x = embedding(config).apply(params, inputs, extra)
         dtype = dtype or x.dtype
-    match config.positions:
-        case Learned(offset):
-            x = x + learned(positions + offset, params["positions"])
-        case Axial((_, columns)):
-            (line, column), tables = jnp.divmod(positions, columns), params["positions"]
-            x = x + jnp.concatenate([learned(line, tables["lines"]), learned(column, tables["columns"])], axis=-1)
-        case Sinusoidal(layout, spacing):
-            x = x + sinusoidal(positions, config.d_model, layout, spacing).astype(x.dtype)
+    if (of_positions := table_of(config, config.positions)) is not None:
+        vectors = of_positions.apply(params.get("positions", {}), positions)
+        # a fixed table is rounded to the model's precision, trained tables are added in their own
+        x = x + (vectors if of_positions.spec else vectors.astype(x.dtype))
     if isinstance(embedding, Embedding) and embedding.norm:
         x = norm(config, params.get("norm", {}), x)
     return with_logical_constraint(x.astype(dtype), "batch", "length", None)

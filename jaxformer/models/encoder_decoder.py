@@ -14,6 +14,7 @@ from jaxformer.models.config import EncoderDecoder
 from jaxformer.models.intermediates import of_stack
 from jaxformer.models.layer import Source
 from jaxformer.models.mixers.attention import source_heads
+from jaxformer.models.position_table import in_attention
 from jaxformer.models.stacks import layout
 from jaxformer.models.transformer import Inputs, Output
 from jaxformer.params import Tree
@@ -36,18 +37,20 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
     if source is not None and source.shape[0] != tokens.shape[0]:
         raise ConfigError(f"apply: source {list(source.shape)} and tokens {list(tokens.shape)}: as many rows of both")
     encoder_key, decoder_key = (None, None) if inputs.dropout_key is None else jax.random.split(inputs.dropout_key)
-    encoder, read = Output(None, None), None if cache is None else cache.source
+    encoder, read, added = Output(None, None), None if cache is None else cache.source, None
     if source is not None:
-        encoder = encode_source(config, params, replace(inputs, dropout_key=encoder_key))
+        tree, of_source = source_inputs(config, params, replace(inputs, dropout_key=encoder_key))
+        encoder = transformer.encode(config.encoder, tree, of_source)
+        added = in_attention(config.encoder, transformer.locate(config.encoder, tree, of_source)[0])
         read: Tree = {"hidden": encoder.hidden, "heads": None, "segment_ids": ids}
         if cache is not None:
             layers = layout.unstacked(config.decoder, params["decoder"]["layers"])
-            read["heads"] = tuple(source_heads(layer["cross_attention"], encoder.hidden) for layer in layers)
+            read["heads"] = tuple(source_heads(layer["cross_attention"], encoder.hidden, added) for layer in layers)
             read["segment_ids"] = jnp.ones(encoder.hidden.shape[:2], jnp.int32) if ids is None else ids
             cache = replace(cache, source=read)
     if read is None:
         raise ConfigError("an encoder-decoder needs `source`, tokens or images, or a cache that began with it")
-    encoded = Source(read["hidden"], _visible(tokens, inputs.segment_ids, read["segment_ids"]), read["heads"])
+    encoded = Source(read["hidden"], _visible(tokens, inputs.segment_ids, read["segment_ids"]), read["heads"], added)
     names, edits = of_stack("decoder", inputs.intermediates, inputs.edits)
     decoder = replace(
         inputs, source=None, cache=cache, dropout_key=decoder_key, encoded=encoded, intermediates=names, edits=edits
@@ -77,18 +80,17 @@ def _mean(*losses: tuple[Array | None, int]) -> Array | None:
     return reduce(jnp.add, (loss * layers for loss, layers in some)) / sum(n for _, n in some) if some else None
 
 
-def encode_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
-    """The output of the encoder for `inputs.source`."""
+def source_inputs(config: EncoderDecoder, params: Tree, inputs: Inputs) -> tuple[Tree, Inputs]:
+    """(the parameters of the encoder, what it reads: `inputs.source` and all that goes with it)."""
     tree = params["encoder"]
     if config.share_embeddings:
         table = {"tokens": params["decoder"]["embedding"]["tokens"]}
         tree = {**tree, "embedding": tree.get("embedding", {}) | table}
     names, edits = of_stack("encoder", inputs.intermediates, inputs.edits)
-    inputs = replace(
+    return tree, replace(
         inputs, tokens=inputs.source, positions=inputs.source_positions, segment_ids=inputs.source_segment_ids,
         token_types=None, cache=None, constants=None, inputs=None, source=None, lengths=None, intermediates=names, edits=edits,
     )  # fmt: skip
-    return transformer.encode(config.encoder, tree, inputs)
 
 
 def _visible(tokens, segment_ids, source_segment_ids) -> masks.Mask:

@@ -24,7 +24,7 @@ from jaxformer.models import (
     Sinusoidal,
     embedding,
 )
-from jaxformer.models.mixers.attention import attention, relative_spec
+from jaxformer.models.mixers.attention import attention, positions_spec
 from jaxformer.ops.bias import t5_bucket
 
 B, V, D, T = 2, 13, 8, 6
@@ -182,7 +182,7 @@ def explicit(positions, config):
         return ops.attention(query, key, value, **options | dict(bias=bias[None], scale=0.7))
 
     mixer = attention(replace(config, positions=None), attend=attend)
-    return mixer._replace(shared=relative_spec(replace(config, positions=positions)))
+    return mixer._replace(shared=positions_spec(replace(config, positions=positions)))
 
 
 @pytest.mark.thorough

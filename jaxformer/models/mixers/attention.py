@@ -23,6 +23,7 @@ from jaxformer.models.layer import (
     linear_spec,
     residual_std,
 )
+from jaxformer.models.position_table import attention_table, in_attention
 from jaxformer.ops.attention import cached as cached_attention
 from jaxformer.ops.attention.cached import (
     Int8Slots,
@@ -69,7 +70,7 @@ def attention(
     """
 
     def apply(params, x: Float[Array, "B T D"], context: Context) -> MixerOutput:
-        heads = project(params, x)
+        heads = project(params, x, in_attention(config, context))
         if prepare is not None:
             heads = prepare(params, heads, context)
         query, key, value, carry = heads
@@ -101,13 +102,18 @@ def attention(
         return {"key": zeros, "value": zeros}
 
     spec = attention_spec(config) | (extra or {})
-    return Mixer(spec, apply, state, rolls=True, shared=relative_spec(config))
+    return Mixer(spec, apply, state, rolls=True, shared=positions_spec(config))
 
 
-def project(params: Tree, x: Float[Array, "B T D"]) -> Heads:
-    """Queries, keys and values, with heads split over devices."""
+def project(params: Tree, x: Float[Array, "B T D"], added: Float[Array, "#B T D"] | None = None) -> Heads:
+    """Queries and keys of x + `added`, and values of x, with heads split over devices."""
     axes = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
-    heads = linear_maps("btd,dnh->btnh", x, {name: params[name] for name in axes})
+    if added is None:
+        heads = linear_maps("btd,dnh->btnh", x, {name: params[name] for name in axes})
+    else:
+        placed = with_positions(x, added)
+        heads = linear_maps("btd,dnh->btnh", placed, {name: params[name] for name in ("query", "key")})
+        heads |= linear_maps("btd,dnh->btnh", x, {"value": params["value"]})
 
     def split(name):
         return with_logical_constraint(heads[name], "batch", "length", axes[name], None)
@@ -127,6 +133,11 @@ def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
         dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key,
         return_weights=weights, implementation="reference" if weights else config.attention_implementation,
     )  # fmt: skip
+
+
+def with_positions(x: Float[Array, "B T D"], added: Float[Array, "#B T D"] | None) -> Float[Array, "B T D"]:
+    """x + `added`, in x's precision; x where nothing is added."""
+    return x if added is None else (x + added).astype(x.dtype)
 
 
 def split_weights(result: Any) -> tuple[Array, Array | None]:
@@ -164,8 +175,11 @@ def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree
     return tree
 
 
-def relative_spec(config: ModelConfig) -> Tree:
-    """The table of `Relative` positions, which all layers share."""
+def positions_spec(config: ModelConfig) -> Tree:
+    """The table of `Relative` or `InAttention` positions, which all layers share."""
+    table = attention_table(config)
+    if table is not None and table.spec:
+        return {"positions": table.spec}
     if not isinstance(config.positions, Relative):
         return None
     shape = config.positions.buckets, config.num_heads
@@ -215,12 +229,15 @@ def cross_attention(
 ) -> MixerOutput:
     """Attention from a decoder's tokens to an encoder's output. Vaswani et al. 2017, section 3.2.3.
 
-    It has no positions. In decoding there may be fewer sources than batch rows: neighbours, such as
+    It has no positions but those of `InAttention`. In decoding there may be fewer sources than batch rows: neighbours, such as
     the beams of a text, read the same one.
     """
     source: Any = context.source
-    heads = source_heads(params, source.hidden) if source.heads is None else source.heads
-    query = linear("btd,dnh->btnh", x, params["query"])
+    if source.heads is None:
+        heads = source_heads(params, source.hidden, source.added)
+    else:
+        heads = source.heads
+    query = linear("btd,dnh->btnh", with_positions(x, in_attention(config, context)), params["query"])
     key, value = (heads[name].swapaxes(1, 2).astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
     # the queries of all batch rows that read the same source
@@ -230,9 +247,13 @@ def cross_attention(
     return MixerOutput(linear("btnh,nhd->btd", context.tap("heads", out), params["out"]))
 
 
-def source_heads(params: Tree, hidden: Float[Array, "B S D"]) -> Tree:
-    """Keys and values of an encoder's output, `[B, K, S, H]` as in a cache."""
-    heads = linear_maps("btd,dnh->btnh", hidden, {name: params[name] for name in ("key", "value")})
+def source_heads(params: Tree, hidden: Float[Array, "B S D"], added: Float[Array, "#B S D"] | None = None) -> Tree:
+    """Keys of an encoder's output + `added`, and its values, `[B, K, S, H]` as in a cache."""
+    if added is None:
+        heads = linear_maps("btd,dnh->btnh", hidden, {name: params[name] for name in ("key", "value")})
+    else:
+        heads = linear_maps("btd,dnh->btnh", with_positions(hidden, added), {"key": params["key"]})
+        heads |= linear_maps("btd,dnh->btnh", hidden, {"value": params["value"]})
     return {name: y.swapaxes(1, 2) for name, y in heads.items()}
 
 

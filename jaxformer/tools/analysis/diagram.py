@@ -18,6 +18,7 @@ from jaxformer.models.config import (
     Axial,
     Classification,
     Embedding,
+    InAttention,
     LanguageModel,
     Learned,
     Patches,
@@ -32,7 +33,9 @@ FILLS = dict(
     embedding="#e08e0b", attention="#1f77b4", cross_attention="#2a9d5c", feedforward="#d1495b", norm="#8a949e", head="#7b5ea7"
 )  # fmt: skip
 ADDED: dict[type, str] = {Learned: "learned", Sinusoidal: "sinusoidal", Axial: "axial"}  # to the embedding
-SCORED = {Rope: "rotary positions", Alibi: "ALiBi", Relative: "relative positions"}  # in attention
+SCORED = {
+    Rope: "rotary positions", Alibi: "ALiBi", Relative: "relative positions", InAttention: "positions at queries and keys",
+}  # fmt: skip
 NORMS = {"layer_norm": "Layer norm", "rms_norm": "RMS norm"}
 WIDTH, GAP, LINE = 3.2, 0.17, 0.145  # inches: width of a box, room between two, height of a line of text
 
