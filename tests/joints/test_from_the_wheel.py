@@ -17,25 +17,32 @@ from tests.joints import harness
 LIMITS = ("--eval-examples=16", "--final-examples=16")
 SHORT = ("--steps=3", "--eval-every=3", "--log-every=1", *LIMITS)
 TWO_EVALUATIONS = ("--steps=10", "--eval-every=5", *LIMITS)
-# what a page's model is asked: a prompt and what its answer begins with; None: it writes no text
+# what a model is asked to continue: a text, tokens where the data have no tokenizer, or nothing
 TEXT = "def "
 PROMPTS = {
     ("your-own-block", "parallel"): TEXT,
     ("your-own-block", "olmo2-order"): TEXT,
     ("your-own-block", "layer-scale"): TEXT,
-    ("your-own-diffusion", "bars"): None,
+    ("your-own-diffusion", "bars"): None,  # pictures, of which the page makes none
     ("your-own-objective", "two-tokens"): TEXT,
-    ("preferences", "reversals"): None,  # numbers without a tokenizer
-    ("preferences", "reversals-lora"): None,
+    ("preferences", "reversals"): [1, 2, 3, 4, 8],
+    ("preferences", "reversals-lora"): [1, 2, 3, 4, 8],
     ("data-from-the-model", "count"): "3",
     ("variables", "balanced"): TEXT,
     ("variables", "codes"): TEXT,
-    ("your-own-kernel", "flash"): "1 2 3",
+    ("your-own-kernel", "flash"): [1, 2, 3, 16],
     ("your-own-family", "mine"): TEXT,
     ("your-own-scores", "stripes"): "",  # pictures, which take no prompt
 }
 LAST = [key for key in PROMPTS if key != ("preferences", "reversals")]  # each page's chain once
 PAGES = {stem: harness.read_page(stem) for stem, _ in PROMPTS}
+CONTINUE = """
+import json, pathlib, sys
+from jaxformer import decoding, open_run
+(folder,) = pathlib.Path("runs").glob(sys.argv[1] + "-????????")
+run = open_run(folder)
+print(json.dumps(decoding.generate(run.model, run.params, [json.loads(sys.argv[2])], 3)))
+"""
 # runs the assertions of the harness in a process that has the wheel: it is found by its path, not as tests.joints
 CHECK = """
 import importlib.util, pathlib, sys
@@ -105,7 +112,11 @@ def test_a_file_of_a_page_trains_and_answers(stem, name, installed, tmp_path):
         said = python(installed, tmp_path, "-m", "jaxformer", "train", f"{each}.py", *SHORT)
         assert "step 3/3 loss" in said and "next: python -m jaxformer" in said
     prompt = PROMPTS[stem, name]
-    if prompt is not None:
+    if isinstance(prompt, list):
+        said = python(installed, tmp_path, "-c", CONTINUE, name, json.dumps(prompt))
+        (answer,) = json.loads(said.splitlines()[-1])
+        assert len(answer) == 3
+    elif prompt is not None:
         asked = ["--prompt", prompt, "--tokens=4"] if prompt else []
         said = python(installed, tmp_path, "-m", "jaxformer", "generate", name, *asked)
         assert prompt in said if prompt else "8 pictures" in said
