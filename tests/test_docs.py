@@ -5,7 +5,9 @@ import importlib.util
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
@@ -14,6 +16,7 @@ from experiments.launch.sweep import read_trials
 from jaxformer import cli, config, zoo
 from jaxformer.cli.arguments import PRESET, experiment_of
 from jaxformer.tools.planning.plan import of_preset
+from tests.joints.harness import NAME
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -51,6 +54,8 @@ def test_the_blocks_of_a_page_run_as_they_are_read(page, capsys, tmp_path, monke
     names = {"__name__": "__page__"}
     for block in python_blocks(PAGES[page].read_text()):
         run(block, page, names, capsys)
+        for name in NAME.findall(block)[-1:]:  # the file of an experiment, which a later file of the page may import
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
 
 
 @pytest.mark.parity

@@ -13,9 +13,12 @@ trained in the order of the page, so a later one may begin from the run of an ea
 
 import ast
 import contextlib
+import importlib.util
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,3 +171,17 @@ def answer(folder: Path, name: str, prompt: str, capsys: Any, *options: str) -> 
     with contextlib.chdir(folder):
         assert cli.main(["generate", name, "--prompt", prompt, *options]) == 0
     return capsys.readouterr().out
+
+
+def install_wheel(folder: Path) -> Path:
+    """Builds the wheel of the checkout in a folder, and installs it without its dependencies: the folder for PYTHONPATH.
+
+    Without hatchling here, pip fetches it for the build.
+    """
+    pip = [sys.executable, "-m", "pip"]
+    here = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", *here, "-w", str(folder), str(ROOT)], check=True)
+    (wheel,) = folder.glob("*.whl")
+    site = folder / "site"
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True)
+    return site

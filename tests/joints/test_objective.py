@@ -42,6 +42,8 @@ def test_preferences_with_a_reference_and_with_the_base_of_an_adaptation(tmp_pat
     files = PAGES["preferences"]
     whole = harness.assert_resumes_to_the_same_bits(files, tmp_path)
     said = capsys.readouterr().out
+    without_factors = {name: files[name] for name in ("copies", "reversals")}  # above, the last file alone was killed
+    harness.assert_resumes_to_the_same_bits(without_factors, tmp_path / "reference")
     for name in ("reversals", "reversals-lora"):
         folder = harness.run_of(whole, name)
         first, *_, last = (line["loss"] for line in harness.records(folder) if "loss" in line)

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import jax
@@ -18,6 +17,7 @@ import pytest
 import jaxformer
 from jaxformer import cli
 from jaxformer.runs.metrics import Reporter
+from tests.joints.harness import install_wheel
 
 ROOT = Path(__file__).parents[2]
 OWN, PAIR = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your-own-everything.md").read_text(), re.DOTALL)
@@ -115,12 +115,7 @@ def test_a_run_whose_imports_changed_is_refused_with_the_field_and_the_file(tmp_
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The package from its wheel, without the checkout: a folder for PYTHONPATH."""
-    folder = tmp_path_factory.mktemp("wheel")
-    words = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT)]
-    subprocess.run(words, check=True)
-    (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
-    return folder / "site"
+    return install_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def jaxformer_in(installed, folder, *words):
