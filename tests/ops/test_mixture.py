@@ -47,21 +47,21 @@ def softmax(x):
 
 
 def by_token(x, router, gate, up, down, top_k, normalise=True, capacity=None, padding_mask=None):
-    """Float64, token by token: softmax over all experts, the top_k, each if it has room. (output, dropped choices)."""
+    """Float64, token by token: softmax over all experts, the top_k within the capacity. (output, dropped choices)."""
     x, router, gate, up, down = (np.asarray(a, np.float64) for a in (x, router, gate, up, down))
     B, T, D = x.shape
     E = router.shape[1]
     tokens, out, used = x.reshape(B * T, D), np.zeros((B * T, D)), np.zeros(E, int)
     padding_mask = np.ones(B * T, bool) if padding_mask is None else np.asarray(padding_mask).reshape(-1)
-    room = np.inf if capacity is None else math.ceil(capacity * top_k * B * T / E)
+    expert_capacity = np.inf if capacity is None else math.ceil(capacity * top_k * B * T / E)
     dropped = []
-    for slot in range(top_k):
+    for rank in range(top_k):
         for n in np.flatnonzero(padding_mask):
             p = softmax(tokens[n] @ router)
             best = np.argsort(-p, kind="stable")[:top_k]
-            e, weight = best[slot], p[best[slot]] / (p[best].sum() if normalise else 1)
-            if used[e] == room:
-                dropped.append((slot, n))
+            e, weight = best[rank], p[best[rank]] / (p[best].sum() if normalise else 1)
+            if used[e] == expert_capacity:
+                dropped.append((rank, n))
                 continue
             used[e] += 1
             out[n] += weight * ((silu(tokens[n] @ gate[e]) * (tokens[n] @ up[e])) @ down[e])
@@ -160,7 +160,7 @@ def test_a_capacity_drops_the_choices_that_come_too_late(top_k, capacity):
         expected, dropped = by_token(*args, **options)
         assert dropped or not padding_mask.all()
         np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-4)
-        np.testing.assert_array_equal(  # a token without room: exactly zero
+        np.testing.assert_array_equal(  # a token of no expert: exactly zero
             (np.asarray(out) == 0).all(-1), (expected == 0).all(-1)
         )
         np.testing.assert_allclose(statistics.dropped, len(dropped) / (top_k * int(padding_mask.sum())), rtol=1e-6)
@@ -463,10 +463,10 @@ def test_the_chips_kernel_gives_what_the_loop_gives():
     """Blocks of one expert each, the last ones unused; experts without a block."""
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 8, 16), (5, 16, 4)))
-    owners, used = jnp.array([0, 0, 2, 4, 4, 4]), jnp.array(5)
-    loop = _each_block("bd,df->bf", x, w, owners, used)
-    np.testing.assert_allclose(_ragged(x, w, owners, used), loop, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(_product_of_copies("gtd,gdf->gtf", x, w, owners, used), loop, rtol=1e-5, atol=1e-5)
+    block_experts, used_blocks = jnp.array([0, 0, 2, 4, 4, 4]), jnp.array(5)
+    loop = _each_block("bd,df->bf", x, w, block_experts, used_blocks)
+    np.testing.assert_allclose(_ragged(x, w, block_experts, used_blocks), loop, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(_product_of_copies("gtd,gdf->gtf", x, w, block_experts, used_blocks), loop, rtol=1e-5, atol=1e-5)
     assert np.all(np.asarray(loop)[5] == 0)
 
 
@@ -488,13 +488,15 @@ def test_a_gpu_computes_the_same_in_its_own_way(choose_gpu, E):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("D, F, owners, used", [(640, 130, [0, 0, 2, 4, 4, 4], 5), (8, 1100, [1, 1, 1, 3], 4), (16, 8, [1], 0)])
-def test_the_chips_sums_are_those_of_the_loop(D, F, owners, used):
+@pytest.mark.parametrize(
+    "D, F, block_experts, used_blocks", [(640, 130, [0, 0, 2, 4, 4, 4], 5), (8, 1100, [1, 1, 1, 3], 4), (16, 8, [1], 0)]
+)
+def test_the_chips_sums_are_those_of_the_loop(D, F, block_experts, used_blocks):
     """Of one tile and of several that do not fill the matrix; unused blocks, and experts without one."""
     rng = np.random.default_rng(0)
-    x, g = (jnp.asarray(rng.normal(size=(len(owners), 128, width)), jnp.bfloat16) for width in (D, F))
-    blocks = jnp.array(owners), jnp.array(used)
+    x, g = (jnp.asarray(rng.normal(size=(len(block_experts), 128, width)), jnp.bfloat16) for width in (D, F))
+    blocks = jnp.array(block_experts), jnp.array(used_blocks)
     sums = _sum_blocks(5, x, g, *blocks)
     # the same products; a block's sum may be made in another order: float32, 128 terms of order one
     np.testing.assert_allclose(_sum_on_tpu(5, x, g, *blocks, interpret=True), sums, rtol=1e-5, atol=1e-4)
-    assert np.all(np.asarray(sums)[[e for e in range(5) if e not in owners[:used]]] == 0)
+    assert np.all(np.asarray(sums)[[e for e in range(5) if e not in block_experts[:used_blocks]]] == 0)
