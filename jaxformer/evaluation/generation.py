@@ -80,11 +80,12 @@ def answers(
     prompts, most = [questions[i].prompt for i in order], [most[i] for i in order]
     sources = None if questions[0].source is None else [questions[i].source for i in order]
     options |= dict(sources=sources, dtype=jax.numpy.dtype(precision))
+    ends = stop_strings(tokenizer.decode, stop)  # refuses strings that no text can end at
     if isinstance(how, Beams):
         found = [[text.tokens for text in some] for some in search(model, params, prompts, most, beams=how, **options)]
     else:
-        options |= dict(key=random_key(seed), stop=stop_strings(tokenizer.decode, stop))
-        found = [[tokens] for tokens in generate(model, params, prompts, most, sampling=how, **options)]
+        key = random_key(seed)
+        found = [[text] for text in generate(model, params, prompts, most, sampling=how, key=key, stop=ends, **options)]
 
     def text(prompt, tokens):
         return before_stop(continuation(tokenizer.decode, prompt, tokens), stop)

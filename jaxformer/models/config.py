@@ -88,7 +88,7 @@ class InAttention:
     to its keys. `of`: Learned(), Sinusoidal(), Axial(...), or a function `config -> models.position_table.PositionTable`.
     """
 
-    of: Any
+    of: Any  # what is added
 
     def __post_init__(self):
         if not (isinstance(self.of, Learned | Sinusoidal | Axial) or callable(self.of)):

@@ -39,9 +39,8 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
     encoder_key, decoder_key = (None, None) if inputs.dropout_key is None else jax.random.split(inputs.dropout_key)
     encoder, read, added = Output(None, None), None if cache is None else cache.source, None
     if source is not None:
-        tree, of_source = source_inputs(config, params, replace(inputs, dropout_key=encoder_key))
-        encoder = transformer.encode(config.encoder, tree, of_source)
-        added = in_attention(config.encoder, transformer.locate(config.encoder, tree, of_source)[0])
+        encoder = encode_source(config, params, replace(inputs, dropout_key=encoder_key))
+        added = positions_of_source(config, params, inputs)
         read: Tree = {"hidden": encoder.hidden, "heads": None, "segment_ids": ids}
         if cache is not None:
             layers = layout.unstacked(config.decoder, params["decoder"]["layers"])
@@ -78,6 +77,18 @@ def _mean(*losses: tuple[Array | None, int]) -> Array | None:
     """The mean over the layers of those stacks that have an auxiliary loss."""
     some = [(loss, layers) for loss, layers in losses if loss is not None]
     return reduce(jnp.add, (loss * layers for loss, layers in some)) / sum(n for _, n in some) if some else None
+
+
+def encode_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
+    """The output of the encoder for `inputs.source`."""
+    return transformer.encode(config.encoder, *source_inputs(config, params, inputs))
+
+
+def positions_of_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Array | None:
+    """What the decoder's layers add to the inputs of their keys, `[B or 1, S, D]`: the encoder's positions `InAttention`."""
+    tree, inputs = source_inputs(config, params, inputs)
+    context, _, _ = transformer.locate(config.encoder, tree, inputs)
+    return in_attention(config.encoder, context)
 
 
 def source_inputs(config: EncoderDecoder, params: Tree, inputs: Inputs) -> tuple[Tree, Inputs]:

@@ -31,6 +31,7 @@ PROMPTS = {
     ("variables", "balanced"): TEXT,
     ("variables", "codes"): TEXT,
     ("your-own-kernel", "flash"): [1, 2, 3, 16],
+    ("your-own-positions", "fourier"): TEXT,
     ("your-own-family", "mine"): TEXT,
     ("your-own-scores", "stripes"): "",  # pictures, which take no prompt
 }

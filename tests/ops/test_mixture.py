@@ -426,7 +426,7 @@ def test_a_capacity_is_for_training():
     assert Mixture(capacity=0.5).evaluation() == Mixture(device_capacity=1.0)
     assert Mixture(capacity=1.25, groups=4).evaluation() == Mixture(device_capacity=1.25)
     layers = [Mixture(4, d_ff=5, capacity=capacity)(CONFIG) for capacity in (0.5, None)]
-    (x,), contexts = random(27, (2, 9, 6)), [Context(mask=full(), positions=None, room=room) for room in (0, 16)]
+    (x,), contexts = random(27, (2, 9, 6)), [Context(mask=full(), positions=None, cache_length=length) for length in (0, 16)]
     weights = jax.tree.map(lambda leaf: jnp.asarray(random(28, leaf.shape)[0]), layers[0].spec)
     tight, decoded, free = (layers[i].apply(weights, x, contexts[j]) for i, j in ((0, 0), (0, 1), (1, 0)))
     assert tight.stats["dropped"] > 0 == decoded.stats["dropped"]

@@ -120,7 +120,7 @@ def test_a_prompt_that_sees_later_tokens_is_not_cut(mask, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", 8)
     config = replace(TINY, masks=(mask,))
     model = module.open_model(config, drawn(config), [TEXT[:20]], 4, None)
-    close(np.asarray(module.read(model, TEXT[:20], None)[0])[0], forward(config, TEXT[:20]))
+    close(np.asarray(module.read(model, [TEXT[:20]], None)[0])[0], forward(config, TEXT[:20]))
 
 
 @pytest.mark.thorough

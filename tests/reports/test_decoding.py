@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from jaxformer import models
+from jaxformer import masks, models, zoo
 from jaxformer.cli.runs import _generate_file, unescaped
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.mixing import Mixed
@@ -34,7 +34,8 @@ from jaxformer.decoding.sampling import draw
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import Generated, answers, as_strings, before_stop, continuation
 from jaxformer.evaluation.metric import Evaluation
-from jaxformer.models import ModelConfig
+from jaxformer.models import Alibi, InAttention, Mixture, ModelConfig, Relative, Sinusoidal
+from jaxformer.ops.positions import Rope
 from jaxformer.runs import run as runs
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.training.experiment import Experiment, Sample
@@ -562,3 +563,30 @@ def test_pieces_with_a_stop_string_are_the_text_before_it(text, size):
         shown = before[: max(len(shown), len(before) - runs._held_back(before, stop))]
         assert text.split("<|im_end|>")[0].startswith(shown)
     assert shown + before_stop(seen, stop)[len(shown) :] == text.split("<|im_end|>")[0]
+
+
+PADDED = {
+    "learned": TINY,
+    "rotary, in a window": replace(TINY, positions=Rope(), masks=(masks.causal() & masks.window(3),)),
+    "alibi": replace(TINY, positions=Alibi()),
+    "relative": replace(TINY, positions=Relative(6, 8, False)),
+    "positions in attention": replace(TINY, positions=InAttention(Sinusoidal())),
+    "linear attention": replace(TINY, mixer=zoo.Linear()),
+    "experts": replace(TINY, feedforward=Mixture(experts=4, top_k=2, d_ff=8)),
+    "prefix": replace(TINY, masks=(masks.causal() | masks.prefix(2),)),
+}
+
+
+@pytest.mark.thorough_after(2)
+@pytest.mark.report(
+    "unslothai/unsloth#3699", "unslothai/unsloth#9708", "huggingface/transformers#22707", "Blaizzy/mlx-vlm#1542",
+    "TransformerLensOrg/TransformerLens#1005",
+    right="prompts of different lengths that are read in one batch are continued as each alone; nobody sees padding",
+)  # fmt: skip
+@pytest.mark.parametrize("name", PADDED)
+def test_prompts_in_one_batch_are_continued_as_alone(name):
+    config = PADDED[name]
+    tree = models.init(config, jax.random.key(3))
+    prompts = [[1, 2, 3, 4, 5, 6], [6, 5, 4], [2, 2, 6, 1], [3, 1, 2, 5, 4]]
+    together = generate(config, tree, prompts, 6, sampling=GREEDY)
+    assert together == [generate(config, tree, [prompt], 6, sampling=GREEDY)[0] for prompt in prompts]
