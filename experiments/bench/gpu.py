@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.bench import compare
+from experiments.bench.decode import NEW
 from experiments.bench.shapes import find
 
 DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
-LIMITS = {"facts": 40, "tests": 170, "train": 150, "large": 170, "decode": 150, "plan": 60}  # seconds of each part
-NEW = 64  # tokens that a decoding adds
+LIMITS = {"facts": 40, "tests": 170, "train": 150, "large": 170, "decode": 150, "plan": 60}  # seconds of a part beside others
 
 
 class Sizes(NamedTuple):
@@ -49,14 +49,18 @@ SMALL = Sizes("small", "quickstart", "float32", (1,), 2)
 class Check:
     """A call: where its results go, and how long it may still take."""
 
-    def __init__(self, out: Path, seconds: float, sizes: Sizes):
+    def __init__(self, out: Path, seconds: float, sizes: Sizes, parts: list[str]):
         out.parent.mkdir(parents=True, exist_ok=True)
-        self.file, self.sizes = out.open("w", encoding="utf-8"), sizes
+        self.file, self.sizes, self.parts = out.open("w", encoding="utf-8"), sizes, parts
         self.began, self.end = time.monotonic(), time.monotonic() + seconds
         self.part, self.part_end = "", self.end
+        self.measured: dict[str, dict[str, Any]] = {}  # our step of each shape
 
     def begin(self, part: str) -> None:
-        self.part, self.part_end = part, min(self.end, time.monotonic() + LIMITS[part])
+        """A part ends with the call, and before the call where other parts were asked for."""
+        self.part, self.part_end = part, self.end
+        if len(self.parts) > 1:
+            self.part_end = min(self.end, time.monotonic() + LIMITS[part])
 
     def left(self) -> float:
         """Seconds of the part."""
@@ -100,7 +104,12 @@ class Check:
 
 def facts(check: Check) -> None:
     """The device and the versions."""
-    check.result("machine", [sys.executable, "-m", "experiments.bench.gpu", "--one", "facts"])
+    check.result("machine", alone("facts_here"))
+
+
+def alone(function: str, *arguments: str) -> list[str]:
+    """The command that runs a function of this file in a process of its own, which gives the GPU back."""
+    return [sys.executable, "-m", "experiments.bench.gpu", "--alone", function, *arguments]
 
 
 def tests(check: Check) -> None:
@@ -128,28 +137,28 @@ def ours(shape: str, precision: str) -> list[str]:
 
 def step(check: Check, shape: str) -> None:
     """A training step of ours and of torch's, and their ratio."""
+    from experiments.bench.train import experiment_of
     from jaxformer.models.cost import training_flops
 
     precision, size = check.sizes.precision, find(shape)[0]
-    found = {
-        "ours": check.result("ours", ours(shape, precision)),
-        "torch compiled": check.result("torch compiled", compare.run_of_peer("train", shape, "compiled", precision)),
-    }
-    if check.part == "train":
-        found["ours, deterministic"] = check.result("ours, deterministic", ours(shape, precision), XLA_FLAGS=DETERMINISTIC)
-    from experiments.bench.train import experiment_of
-
+    own = check.result("ours", ours(shape, precision))
+    peer = check.result("torch compiled", compare.run_of_peer("train", shape, "compiled", precision))
+    if own is None:
+        return
+    check.measured[shape] = own
     flops = size.rows * size.context * training_flops(experiment_of(shape, "float32").model, size.context)
-    peak = (found["ours"] or {}).get("peak")
-    for who, line in found.items():
-        if line and found["torch compiled"]:
-            share = {"mfu": round(1e3 * flops / line["ms"] / peak, 3)} if peak else {}
-            check.write(shape=shape, who=who, ms=line["ms"], torch_by_this=found["torch compiled"]["ms"] / line["ms"], **share)
+    found: dict[str, Any] = {"ms": own["ms"]}
+    if "peak" in own:
+        found["mfu"] = round(1e3 * flops / own["ms"] / own["peak"], 3)
+    if peer is not None:
+        found["torch_by_ours"] = round(peer["ms"] / own["ms"], 3)
+    check.write(shape=shape, **found)
 
 
 def train(check: Check) -> None:
-    """GPT-2 small."""
+    """GPT-2 small, and our step again with kernels that give the same bits at every call."""
     step(check, check.sizes.train)
+    check.result("ours, deterministic", ours(check.sizes.train, check.sizes.precision), XLA_FLAGS=DETERMINISTIC)
 
 
 def large(check: Check) -> None:
@@ -175,29 +184,40 @@ def decode(check: Check) -> None:
 
 
 def plan(check: Check) -> None:
-    """What the plan says of the step of `train`: the compiler's memory and the roofline's time, for this device."""
-    check.result("plan", [sys.executable, "-m", "experiments.bench.gpu", "--one", "plan", check.sizes.train])
+    """What the plan says of the step of `train`, beside what was measured: the compiler's memory, the roofline's time."""
+    shape = check.sizes.train
+    found, measured = check.result("plan", alone("plan_here", shape)), check.measured.get(shape)
+    if found and measured and found.get("step_seconds"):
+        ratios = {"time": 1e3 * found["step_seconds"] / measured["ms"]}
+        if "peak_bytes" in measured:
+            ratios["memory"] = found["peak_bytes"] / measured["peak_bytes"]
+        check.write(shape=shape, plan_by_measured=ratios)
 
 
 PARTS = {part.__name__: part for part in (facts, tests, train, large, decode, plan)}
 
 
-def one(what: str, *arguments: str) -> dict[str, Any]:
-    """What a process of its own finds."""
+def facts_here() -> dict[str, Any]:
+    """The devices of this process, and the versions of what it imports."""
     import importlib.metadata
 
     import jax
 
-    if what == "facts":
-        names = "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "transformers", "flax", "orbax-checkpoint"
-        versions = {}
-        for name in names:
-            try:
-                versions[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                versions[name] = "none"
-        return dict(devices=[device.device_kind for device in jax.devices()], cores=os.cpu_count(), versions=versions)
+    names = "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "transformers", "flax", "orbax-checkpoint"
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "none"
+    return dict(devices=[device.device_kind for device in jax.devices()], cores=os.cpu_count(), versions=versions)
+
+
+def plan_here(shape: str) -> dict[str, Any]:
+    """The plan of a shape's step on the first device of this process."""
     from dataclasses import replace
+
+    import jax
 
     from experiments.bench.train import experiment_of
     from jaxformer.data.sources import Stdlib
@@ -206,8 +226,11 @@ def one(what: str, *arguments: str) -> dict[str, Any]:
 
     if jax.devices()[0].device_kind not in CHIPS:
         return dict(skipped="no data sheet of this device")
-    found = plan(replace(experiment_of(arguments[0], "bfloat16"), data=Stdlib()), "here", jax.devices()[:1])
+    found = plan(replace(experiment_of(shape, "bfloat16"), data=Stdlib()), "here", jax.devices()[:1])
     return dict(step_seconds=found.step_seconds, peak_bytes=found.peak_bytes, seconds=found.seconds, moved=found.moved_bytes)
+
+
+ALONE = {function.__name__: function for function in (facts_here, plan_here)}
 
 
 def main() -> None:
@@ -216,12 +239,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480.0, help="of all parts together")
     parser.add_argument("--out", type=Path, default=Path("runs/check-gpu.jsonl"))
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(one(*options.one)))
+    if options.alone:
+        function, *arguments = options.alone
+        print(json.dumps(ALONE[function](*arguments)))
         return
-    check = Check(options.out, options.seconds, SMALL if options.small else GPU)
+    check = Check(options.out, options.seconds, SMALL if options.small else GPU, options.parts)
     for part in options.parts:
         check.begin(part)
         if check.left() < 5:

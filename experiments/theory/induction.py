@@ -90,6 +90,7 @@ def draw_figure(found: dict[int, list[dict]]) -> Any:
         steps = [record["step"] for record in records]
         top.plot(steps, [record["test loss"] for record in records], color=color, label=NAMES[layers])
         bottom.plot(steps, [record["induction"] for record in records], color=color, label=f"induction, {NAMES[layers]}")
+    steps = [record["step"] for record in found[2]]
     values = [record["previous"] for record in found[2]]
     bottom.plot(steps, values, color=figures.COLORS[3], label="previous token, layer 0 of two")
     for name, axes in (("test loss", top), ("induction", bottom)):

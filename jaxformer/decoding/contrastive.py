@@ -13,21 +13,17 @@ from jaxformer import models
 from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.generate import (
-    Prompts,
     Settings,
-    Tokens,
     as_filters,
     as_lists,
-    bucket,
     check_numbers,
-    check_rotations,
     new_tokens,
-    open_model,
     padded,
     rows_for,
     source_inputs,
     stops,
-)  # fmt: skip
+)
+from jaxformer.decoding.model import Prompts, Tokens, bucket, check_rotations, open_model
 from jaxformer.decoding.steps import logits_of
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig

@@ -1,6 +1,5 @@
 """Prompts in, continuations out: rows of a batch that are refilled from the queue of prompts."""
 
-import itertools
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,23 +13,20 @@ import numpy as np
 from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Int
 
 from jaxformer import masks, models
 from jaxformer.decoding.cache import Cache, init_cache
 from jaxformer.decoding.filters import Filter, History
+from jaxformer.decoding.model import Model, Prompts, Tokens, bucket, open_model, rotation_end
 from jaxformer.decoding.sampling import Sampling, draw
-from jaxformer.decoding.steps import decode_step, prefill, prepare
+from jaxformer.decoding.steps import decode_step, prefill
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
-from jaxformer.ops.positions import rotation_until
-from jaxformer.sharding import is_explicit, is_split, mesh_axes, on_host, platform, with_logical_constraint, with_sharding
+from jaxformer.sharding import is_split, mesh_axes, on_host, with_logical_constraint, with_sharding
 
 CHUNK = 1024  # tokens of a prompt that are read at a time
-TOGETHER = 16 * CHUNK  # tokens of all prompts that are read at a time
+BATCH_TOKENS = 16 * CHUNK  # tokens of all prompts that are read at a time
 SLOTS = 128  # the length of a cache is a multiple of these
-Tokens = Sequence[int] | Int[Array, " _"] | Int[np.ndarray, " _"]  # of a text
-Prompts = Sequence[Tokens] | Int[Array, "_ _"] | Int[np.ndarray, "_ _"]  # an array: of texts of one length
 
 
 @struct.dataclass
@@ -58,18 +54,6 @@ class Settings:
         return reduce(lambda logits, function: function(logits, history), self.filters, logits.astype(jnp.float32))
 
 
-class Model(NamedTuple):
-    """What the compiled programs of decoding have in common."""
-
-    config: Any
-    params: Any  # as `prepare` makes them
-    dtype: Any
-    cache_length: int  # most tokens of a row
-    source_length: int  # most tokens of a source
-    cache_dtype: Any
-    ahead: int = 0  # how many tokens its caches can take back
-
-
 def generate(
     config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
     sources: Sequence[Any] | None = None, sampling: Sampling = Sampling(), filters: Sequence[Filter] = (),
@@ -88,23 +72,21 @@ def generate(
     Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has
     rows, and logits that are no numbers.
     """
-    every = None if stop is None else 8
-    rows_of_text = serve(
-        config,
-        params,
-        prompts,
-        max_tokens,
-        sources,
-        sampling,
-        filters,
-        key,
-        stop_tokens,
-        stop,
-        rows,
-        (dtype, cache_dtype),
-        every,
+    request = Request(
+        prompts=prompts,
+        max_tokens=max_tokens,
+        sources=sources,
+        sampling=sampling,
+        filters=filters,
+        key=key,
+        stop_tokens=stop_tokens,
+        stop=stop,
+        rows=rows,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        every=None if stop is None else 8,
     )
-    outs = {index: tokens for index, tokens, done in rows_of_text if done}
+    outs = {index: tokens for index, tokens, is_done in serve(config, params, request) if is_done}
     return [outs[i] for i in range(len(prompts))]
 
 
@@ -113,34 +95,59 @@ def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Tokens, ma
     stop_tokens: Tokens = (), stop: Callable[[list[int]], int | None] | None = None, dtype=None, cache_dtype=None,
 ) -> Iterator[list[int]]:  # fmt: skip
     """The tokens of `generate` for one prompt as they are made, `every` so many."""
-    sources, shown = None if source is None else [source], 0
-    for _, tokens, _ in serve(
-        config, params, [prompt], max_tokens, sources, sampling, filters, key, stop_tokens, stop, 1, (dtype, cache_dtype), every
-    ):
+    check_whole("stream: every", every)
+    request = Request(
+        prompts=[prompt],
+        max_tokens=max_tokens,
+        sources=None if source is None else [source],
+        sampling=sampling,
+        filters=filters,
+        key=key,
+        stop_tokens=stop_tokens,
+        stop=stop,
+        rows=1,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        every=every,
+    )
+    shown = 0
+    for _, tokens, _ in serve(config, params, request):
         if tokens[shown:]:
             yield tokens[shown:]
         shown = max(shown, len(tokens))
 
 
-def serve(
-    config, params, prompts, max_tokens, sources, sampling: Sampling, filters, key, stop_tokens, stop, rows: int, dtypes,
-    every: int | None,
-) -> Iterator[tuple[int, list[int], bool]]:  # fmt: skip
+class Request(NamedTuple):
+    """The arguments of `generate`, and after how many steps the new tokens are looked at."""
+
+    prompts: Any
+    max_tokens: Any
+    sources: Any
+    sampling: Sampling
+    filters: Sequence[Filter]
+    key: Any
+    stop_tokens: Any
+    stop: Callable[[list[int]], int | None] | None
+    rows: int
+    dtype: Any
+    cache_dtype: Any
+    every: int | None  # None: when a row ends
+
+
+def serve(config: ModelConfig | EncoderDecoder, params: Any, request: Request) -> Iterator[tuple[int, list[int], bool]]:
     """(number of a prompt, its new tokens so far, whether they are all) after `every` steps, and whenever a row ends."""
-    check_whole("generate: rows", rows)
-    if every is not None:
-        check_whole("stream: every", every)
-    prompts, stop_tokens = as_lists(prompts), as_lists(stop_tokens)
-    model = open_model(config, params, prompts, max_tokens, sources, *dtypes)
+    check_whole("generate: rows", request.rows)
+    prompts, sources, stop, every = as_lists(request.prompts), request.sources, request.stop, request.every
+    stop_tokens, key = as_lists(request.stop_tokens), as_key(request.key)
+    model = open_model(config, params, prompts, request.max_tokens, sources, request.dtype, request.cache_dtype)
     # sums over a number of slots that is no multiple of these round otherwise
     model = model._replace(cache_length=-(-model.cache_length // SLOTS) * SLOTS)
-    settings = jax.device_put(sampling_settings(model, filters, sampling, stop_tokens))
-    key = as_key(key)
-    state: Any = None
+    settings = jax.device_put(sampling_settings(model, request.filters, request.sampling, stop_tokens))
+    state: Any = None  # a DecodeState, from the first texts on
     number_of: dict[int, int] = {}  # of the prompt in each row
     longer: dict[int, list[int]] = {}  # texts of rows that need the rotations of a longer text
-    queue = deque(range(len(prompts)))
-    rows, counts = rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts))
+    queue, rows = deque(range(len(prompts))), rows_for(request.rows, prompts)
+    counts = np.broadcast_to(request.max_tokens, len(prompts))
     limits = [len(prompt) + int(count) for prompt, count in zip(prompts, counts, strict=True)]
 
     def text_of(index: int, tokens: list[int]) -> Text:
@@ -156,7 +163,7 @@ def serve(
                 to_read[row] = text_of(number_of[row], list(prompts[number_of[row]]))
         steps = every or 2**30
         if to_read:
-            state = start(model, state, to_read, rows, key, settings)
+            state = fill_rows(model, state, to_read, rows, key, settings)
             steps = steps if every is None else 0  # a first token is shown at once
         least = jax.device_put((np.int32(steps), np.int32(len(number_of) if queue else 1)))
         state = _run(model.config, model.dtype, model.params, state, settings, *least)
@@ -186,13 +193,16 @@ class Text(NamedTuple):
     end: int  # the row ends at so many tokens
 
 
-def start(model: Model, state: DecodeState | None, texts: dict[int, Text], rows: int, key, settings) -> DecodeState:
-    """The state with these texts in these rows, and their first new tokens. Rows that never had a text are done."""
-    if state is None and reads_together(model, list(texts.values()), rows):
-        some = list(texts.values())
-        return _started(model, some + some[:1] * (rows - len(some)), len(some), key, settings)
+def fill_rows(
+    model: Model, state: DecodeState | None, texts: dict[int, Text], rows: int, key: Array, settings: Settings
+) -> DecodeState:
+    """The state with these texts in these rows, each with its first new token. Rows that never had a text are done."""
+    several = list(texts.values())
+    if state is None and fit_one_batch([len(text.tokens) for text in several], rows):
+        # the rows behind the texts hold a copy of the first one
+        return first_tokens(model, several + several[:1] * (rows - len(several)), len(several), key, settings)
     for row, text in texts.items():
-        one = _started(model, [text], 1, key, settings)
+        one = first_tokens(model, [text], 1, key, settings)
         if state is None:
             state = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
         state = insert(state, jax.device_put(np.int32(row)), one)
@@ -200,23 +210,23 @@ def start(model: Model, state: DecodeState | None, texts: dict[int, Text], rows:
     return state
 
 
-def reads_together(model: Model, texts: list[Text], rows: int) -> bool:
-    """Whether these texts are read as one batch of so many rows: several, none much longer than another, on one device.
-
-    Else each is read alone, so that its neighbours cost it nothing: a batch is as long as its longest text.
-    """
-    lengths = [len(text.tokens) for text in texts]
-    few = max(lengths) <= CHUNK and rows * max(lengths) <= TOGETHER
-    return len(texts) > 1 and few and max(lengths) <= 2 * min(lengths) and not is_split()
-
-
-def _started(model: Model, texts: list[Text], count: int, key, settings: Settings) -> DecodeState:
-    """The first `count` of these texts, one a row, each with its first new token."""
+def first_tokens(model: Model, texts: list[Text], count: int, key: Array, settings: Settings) -> DecodeState:
+    """A row for each text, with its first new token. Rows from number `count` on are done."""
     sources = None if texts[0].source is None else [text.source for text in texts]
     logits, cache, history = read(model, [text.tokens for text in texts], sources, [text.prompt_length for text in texts])
     numbers = [[text.end for text in texts], [text.index for text in texts]]
     ends, indices = jax.device_put(np.array(numbers, np.int32))
-    return _start(logits, cache, history, ends, indices, jax.device_put(np.arange(len(texts)) >= count), key, settings)
+    is_unused = jax.device_put(np.arange(len(texts)) >= count)
+    return _first_tokens(logits, cache, history, ends, indices, is_unused, key, settings)
+
+
+def fit_one_batch(lengths: Sequence[int], rows: int) -> bool:
+    """Whether prompts of these lengths are read as one batch of so many rows: several, of about one length, on one device.
+
+    Else each is read alone, so that its neighbours cost it nothing: a batch is as long as its longest prompt.
+    """
+    fits = max(lengths) <= CHUNK and rows * max(lengths) <= BATCH_TOKENS
+    return len(lengths) > 1 and fits and max(lengths) <= 2 * min(lengths) and not is_split()
 
 
 def as_lists(tokens: Any) -> Any:
@@ -243,37 +253,6 @@ def as_key(key: Any) -> Array:
 def rows_for(rows: int, texts: Sequence[Any]) -> int:
     """How many rows so many texts take, of `rows` at most."""
     return min(rows, 1 << (len(texts) - 1).bit_length())
-
-
-def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_dtype=None, ahead: int = 0) -> Model:
-    """The model for these prompts, which are only read if `max_tokens` is None. ConfigError for what does not fit it."""
-    problems = _wrong_dtypes(dtype, cache_dtype), _problems(config, prompts, max_tokens, sources)
-    for problem in itertools.chain(*problems):
-        raise ConfigError(f"generate: {problem}")
-    floats = (leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
-    dtype = jnp.dtype(next(floats) if dtype is None else dtype)
-    source_length = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
-    cache_length = bucket(sum(_longest(prompts, 0 if max_tokens is None else max_tokens)), models.last_stack(config))
-    if cache_dtype is None:  # to write one token, XLA:CPU makes a cache of 16 bits one of 32, and back
-        cache_dtype = jnp.promote_types(dtype, jnp.float32) if platform() == "cpu" else dtype
-    return Model(config, prepare(config, params, dtype), dtype, cache_length, source_length, jnp.dtype(cache_dtype), ahead)
-
-
-def rotation_end(model: Model, length: int) -> int:
-    """How long a text of `length` tokens may grow until its cache has to be read anew: its last token is not read."""
-    until = rotation_until(models.last_stack(model.config).positions, length)
-    return model.cache_length if until is None else until + 1
-
-
-def check_rotations(name: str, config, prompts, max_tokens: int | Tokens) -> None:
-    """Raises NotImplementedError where a text may outgrow the rotations of its cache, which only `generate` reads anew."""
-    positions = models.last_stack(config).positions
-    for prompt, count in zip(prompts, np.broadcast_to(max_tokens, len(prompts)).tolist(), strict=True):
-        until = rotation_until(positions, len(prompt))
-        if until is not None and len(prompt) + count > until + 1:
-            problem = f"{len(prompt)} + {count} new tokens exceed the original length of {positions}"
-            advice = f"its rotations change there; give at most {max(until + 1 - len(prompt), 0)} new tokens, or use `generate`"
-            raise NotImplementedError(f"{name}: {problem}; {advice}")
 
 
 def check_numbers(broken: Any, index: int) -> None:
@@ -329,13 +308,6 @@ def stops(tokens: Any, vocabulary: int) -> np.ndarray:
     return np.pad(np.asarray(tokens, np.int32), (0, -len(tokens) % 8 or 8 * (not tokens)), constant_values=-1)
 
 
-def bucket(length: int, config: ModelConfig) -> int:
-    """The length to compile for: at most a quarter more, so that four programs serve all lengths from n to 2 n."""
-    step = max(16, 1 << length.bit_length() >> 3)
-    length = -(-length // step) * step
-    return min(length, config.position_limit)
-
-
 def padded(tokens: Sequence[int], length: int) -> np.ndarray:
     """The tokens and zeros behind them, [1, length]."""
     return np.pad(np.asarray(tokens, np.int32), (0, length - len(tokens)))[None]
@@ -368,8 +340,8 @@ def read(
         pieces = [prompt[first : first + size] for prompt in prompts]
         width = min(bucket(max(map(len, pieces)), stack), max(size, CHUNK))
         tokens = np.concatenate([padded(piece, width) for piece in pieces])
-        counted = np.array([len(piece) for piece in pieces], np.int32)
-        arrays = jax.device_put((tokens, counted, options, lengths))
+        piece_lengths = np.array([len(piece) for piece in pieces], np.int32)
+        arrays = jax.device_put((tokens, piece_lengths, options, lengths))
         logits, cache = _read(model.config, model.dtype, sizes, model.params, *arrays, cache)
         options = {}
     prompt_lengths = lengths if counts is None else np.array(counts, np.int32)
@@ -382,13 +354,22 @@ def read_rows(opened: list[Model], prompts, sources, numbers, rows: int) -> tupl
 
     A prompt like the first is not read again, so that many samples for one prompt begin at once.
     """
-    batch: Any = None
     texts = [(list(prompts[i]), [] if sources is None else sources[i]) for i in numbers if i < len(prompts)]
-    for row, (prompt, source) in enumerate(texts):
-        if batch is None or prompt != texts[0][0] or not np.array_equal(source, texts[0][1]):
-            found = [read(model, [prompt], [source] if model.source_length else None) for model in opened]
-            one = found[0][0], found[0][2], [cache for _, cache, _ in found]
-            batch = repeat(rows, one) if batch is None else insert(batch, jax.device_put(np.int32(row)), one)
+
+    def read_by_all(texts: list[tuple[list[int], Any]]) -> tuple[Array, History, list[Cache]]:
+        some, given = [prompt for prompt, _ in texts], [source for _, source in texts]
+        found = [read(model, some, given if model.source_length else None) for model in opened]
+        return found[0][0], found[0][2], [cache for _, cache, _ in found]
+
+    others = [
+        row for row, (prompt, source) in enumerate(texts)
+        if prompt != texts[0][0] or not np.array_equal(source, texts[0][1])
+    ]  # fmt: skip
+    if others and fit_one_batch([len(prompt) for prompt, _ in texts], rows):
+        return read_by_all(texts + texts[:1] * (rows - len(texts)))
+    batch = repeat(rows, read_by_all(texts[:1]))
+    for row in others:
+        batch = insert(batch, jax.device_put(np.int32(row)), read_by_all([texts[row]]))
     return batch
 
 
@@ -405,10 +386,9 @@ def _read(config, dtype, sizes, params, tokens, lengths, options, whole, cache):
 
 
 @partial(jax.jit, donate_argnames="cache")
-def _start(logits, cache, history: History, ends, indices, unused, key, settings: Settings) -> DecodeState:
-    """Rows of a prompt and its first new token; `unused` rows are done before."""
+def _first_tokens(logits, cache, history: History, ends, indices, is_unused, key, settings: Settings) -> DecodeState:
     keys = jax.vmap(partial(jax.random.fold_in, key))(indices)
-    return append(DecodeState(history, cache, ends, unused, keys, jnp.zeros_like(unused)), logits, settings)
+    return append(DecodeState(history, cache, ends, is_unused, keys, jnp.zeros_like(is_unused)), logits, settings)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -460,49 +440,3 @@ def append(state: DecodeState, logits: Array, settings: Settings) -> DecodeState
     history = history.extend(token[:, None], jnp.where(done, 0, 1))
     done = done | jnp.isin(token, settings.stop_tokens) | (history.length >= state.end)
     return replace(state, history=history, done=done, broken=broken)
-
-
-def _longest(texts, more: int | Tokens) -> tuple[int, int]:
-    """(tokens, new tokens) of the text that is the longest with those that follow: so many for all, or for each."""
-    return max(zip(map(len, texts), np.broadcast_to(more, len(texts)).tolist(), strict=True), key=sum)
-
-
-def _wrong_dtypes(dtype, cache_dtype) -> Iterator[str]:
-    """One line for each precision in which numbers cannot be kept. Integers would cut them off without an error."""
-    floats = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64")]
-    if dtype is not None and jnp.dtype(dtype) not in floats:
-        yield f"dtype={jnp.dtype(dtype)}: expected float16, bfloat16, float32 or float64; `quantize` gives weights in 8 bits"
-    if cache_dtype is not None and jnp.dtype(cache_dtype) not in (*floats, jnp.dtype("int8")):
-        yield f"cache_dtype={jnp.dtype(cache_dtype)}: expected float16, bfloat16, float32, float64 or int8"
-
-
-def _problems(config, prompts, max_tokens: int | Tokens | None, sources) -> Iterator[str]:
-    """One line for each thing that does not fit the model."""
-    decoder, pair = models.last_stack(config), isinstance(config, EncoderDecoder)
-    if is_explicit():
-        yield "a mesh of Explicit axes is for training; put the parameters on one of Auto axes"
-    if pair != (sources is not None):
-        yield f"{'an encoder-decoder needs' if pair else 'only an encoder-decoder has'} `sources`"
-    if pair and (len(sources) != len(prompts) or not all(map(len, sources))):
-        yield f"{len(prompts)} prompts need as many sources, none of them empty"
-    if not all(hasattr(prompt, "__len__") for prompt in prompts):
-        yield "prompts: expected a list of tokens for each text, such as [[1, 2, 3]]"
-    if not prompts or not all(map(len, prompts)):
-        yield "a prompt is empty; give at least one token (a start token, a newline)"
-    if max_tokens is not None and (np.shape(max_tokens) not in ((), (len(prompts),)) or np.min(max_tokens) < 1):
-        yield f"max_tokens={max_tokens}: must be at least 1, of all prompts or of each"
-    images = pair and isinstance(config.encoder.embedding, Patches)
-    if images:
-        expected = (*config.encoder.embedding.image, config.encoder.embedding.channels)
-        yield from (f"source image {np.shape(image)}: expected {expected}" for image in sources if np.shape(image) != expected)
-    texts = [("source", sources, config.encoder, 0)] if pair and not images else []
-    for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, 0 if max_tokens is None else max_tokens)):
-        for token in itertools.chain.from_iterable(rows):
-            whole = isinstance(token, SupportsIndex)
-            if not whole:
-                yield f"{name} token {token!r} is no whole number; a tokenizer's `encode` makes tokens of a text"
-            elif not 0 <= operator.index(token) < stack.vocab_size:
-                yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"
-        (longest, new), limit = _longest(rows, new), stack.position_limit
-        if longest + new > limit:
-            yield f"{longest} {name}{f' + {new} new' if new else ''} tokens exceed the {limit} learned positions"

@@ -14,19 +14,15 @@ from jaxformer import models
 from jaxformer.decoding.beam import BeamOutput, Beams, beam_search
 from jaxformer.decoding.filters import Filter
 from jaxformer.decoding.generate import (
-    Prompts,
-    Tokens,
     as_filters,
     as_lists,
-    bucket,
-    check_rotations,
-    open_model,
     padded,
     read_rows,
     rows_for,
     source_inputs,
     stops,
-)  # fmt: skip
+)
+from jaxformer.decoding.model import Prompts, Tokens, bucket, check_rotations, open_model
 from jaxformer.decoding.steps import decode_step, logits_of
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import heads

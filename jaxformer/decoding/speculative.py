@@ -19,20 +19,17 @@ from jaxformer import masks, models
 from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.generate import (
     DecodeState,
-    Prompts,
     Settings,
-    Tokens,
     append,
     as_key,
     as_lists,
     check_numbers,
-    check_rotations,
     new_tokens,
-    open_model,
     read_rows,
     rows_for,
     sampling_settings,
-)  # fmt: skip
+)
+from jaxformer.decoding.model import Prompts, Tokens, check_rotations, open_model
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError, check_whole

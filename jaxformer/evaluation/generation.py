@@ -74,18 +74,19 @@ def answers(
     `decoding.search`, such as `stop_tokens`.
     """
     stop = as_strings(stop)
-    order, most = list(range(len(questions))), new_tokens_for(model, max_tokens, [question.prompt for question in questions])
+    order = list(range(len(questions)))
+    limits = new_tokens_for(model, max_tokens, [question.prompt for question in questions])
     if isinstance(how, Beams):  # rows of about one length end together
         order.sort(key=lambda i: np.size(questions[i].prompt if questions[i].source is None else questions[i].source))
-    prompts, most = [questions[i].prompt for i in order], [most[i] for i in order]
+    prompts, limits = [questions[i].prompt for i in order], [limits[i] for i in order]
     sources = None if questions[0].source is None else [questions[i].source for i in order]
     options |= dict(sources=sources, dtype=jax.numpy.dtype(precision))
     ends = stop_strings(tokenizer.decode, stop)  # refuses strings that no text can end at
     if isinstance(how, Beams):
-        found = [[text.tokens for text in some] for some in search(model, params, prompts, most, beams=how, **options)]
+        found = [[text.tokens for text in some] for some in search(model, params, prompts, limits, beams=how, **options)]
     else:
         key = random_key(seed)
-        found = [[text] for text in generate(model, params, prompts, most, sampling=how, key=key, stop=ends, **options)]
+        found = [[text] for text in generate(model, params, prompts, limits, sampling=how, key=key, stop=ends, **options)]
 
     def text(prompt, tokens):
         return before_stop(continuation(tokenizer.decode, prompt, tokens), stop)

@@ -15,7 +15,7 @@ from jax import Array
 from jaxformer import params
 from jaxformer.models import blocks, encoder_decoder, transformer
 from jaxformer.models.config import (
-    Alibi, Axial, Classification, Embedding, EncoderDecoder, InAttention, LanguageModel, Learned, ModelConfig, Patches,
+    Alibi, Axial, Classification, Embedding, EncoderDecoder, AttentionPositions, LanguageModel, Learned, ModelConfig, Patches,
     Relative, Sinusoidal, TokenClassification,
 )  # fmt: skip
 from jaxformer.models.mixture import Mixture

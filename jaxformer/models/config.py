@@ -81,19 +81,19 @@ class Axial:
 
 
 @dataclass(frozen=True)
-class InAttention:
+class AttentionPositions:
     """Positions that every attention adds to the inputs of its queries and keys, not of its values: DETR.
 
     Carion et al. 2020, arXiv:2005.12872. A cross-attention adds those of the decoder to its queries and those of the encoder
-    to its keys. `of`: Learned(), Sinusoidal(), Axial(...), or a function `config -> models.position_table.PositionTable`.
+    to its keys. `table`: Learned(), Sinusoidal(), Axial(...), or a function `config -> models.position_table.PositionTable`.
     """
 
-    of: Any  # what is added
+    table: Any  # what is added
 
     def __post_init__(self):
-        if not (isinstance(self.of, Learned | Sinusoidal | Axial) or callable(self.of)):
+        if not (isinstance(self.table, Learned | Sinusoidal | Axial) or callable(self.table)):
             expected = "Learned(), Sinusoidal(), Axial(...), or a function config -> PositionTable"
-            raise ConfigError(f"InAttention.of={self.of!r}: expected {expected}")
+            raise ConfigError(f"AttentionPositions.table={self.table!r}: expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class ModelConfig:
     block: Callable | None = declared(default=None, metadata={"describe": describe_block})
     # how tokens know their place; a tuple: one a layer, repeated; your own: config -> what `bias` of ops.attention may be
     positions: (
-        Learned | Sinusoidal | Axial | InAttention | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None
+        Learned | Sinusoidal | Axial | AttentionPositions | Rope | Alibi | Relative | tuple[Rope | None, ...] | Callable | None
     ) = Learned()
     masks: tuple[Mask, ...] = (causal(),)  # one a layer, repeated over the depth: (causal(), causal() & window(255))
     # None: mixers.attention; one of zoo; or your own; a tuple: one a layer, repeated
@@ -282,7 +282,7 @@ class ModelConfig:
 
 def _table(config: ModelConfig) -> Any:
     """The positions, wherever they are added."""
-    return config.positions.of if isinstance(config.positions, InAttention) else config.positions
+    return config.positions.table if isinstance(config.positions, AttentionPositions) else config.positions
 
 
 def _wrong_sizes(config: ModelConfig) -> Iterator[str]:

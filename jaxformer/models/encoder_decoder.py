@@ -14,7 +14,7 @@ from jaxformer.models.config import EncoderDecoder
 from jaxformer.models.intermediates import of_stack
 from jaxformer.models.layer import Source
 from jaxformer.models.mixers.attention import source_heads
-from jaxformer.models.position_table import in_attention
+from jaxformer.models.position_table import attention_positions, attention_table
 from jaxformer.models.stacks import layout
 from jaxformer.models.transformer import Inputs, Output
 from jaxformer.params import Tree
@@ -37,19 +37,20 @@ def encode(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Output:
     if source is not None and source.shape[0] != tokens.shape[0]:
         raise ConfigError(f"apply: source {list(source.shape)} and tokens {list(tokens.shape)}: as many rows of both")
     encoder_key, decoder_key = (None, None) if inputs.dropout_key is None else jax.random.split(inputs.dropout_key)
-    encoder, read, added = Output(None, None), None if cache is None else cache.source, None
+    encoder, read = Output(None, None), None if cache is None else cache.source
+    key_positions = None  # a cache has the keys themselves
     if source is not None:
         encoder = encode_source(config, params, replace(inputs, dropout_key=encoder_key))
-        added = positions_of_source(config, params, inputs)
+        key_positions = positions_of_source(config, params, inputs)
         read: Tree = {"hidden": encoder.hidden, "heads": None, "segment_ids": ids}
         if cache is not None:
             layers = layout.unstacked(config.decoder, params["decoder"]["layers"])
-            read["heads"] = tuple(source_heads(layer["cross_attention"], encoder.hidden, added) for layer in layers)
+            read["heads"] = tuple(source_heads(layer["cross_attention"], encoder.hidden, key_positions) for layer in layers)
             read["segment_ids"] = jnp.ones(encoder.hidden.shape[:2], jnp.int32) if ids is None else ids
             cache = replace(cache, source=read)
     if read is None:
         raise ConfigError("an encoder-decoder needs `source`, tokens or images, or a cache that began with it")
-    encoded = Source(read["hidden"], _visible(tokens, inputs.segment_ids, read["segment_ids"]), read["heads"], added)
+    encoded = Source(read["hidden"], _visible(tokens, inputs.segment_ids, read["segment_ids"]), read["heads"], key_positions)
     names, edits = of_stack("decoder", inputs.intermediates, inputs.edits)
     decoder = replace(
         inputs, source=None, cache=cache, dropout_key=decoder_key, encoded=encoded, intermediates=names, edits=edits
@@ -85,10 +86,12 @@ def encode_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Outpu
 
 
 def positions_of_source(config: EncoderDecoder, params: Tree, inputs: Inputs) -> Array | None:
-    """What the decoder's layers add to the inputs of their keys, `[B or 1, S, D]`: the encoder's positions `InAttention`."""
+    """What the decoder's layers add to the inputs of their keys, `[B or 1, S, D]`: the encoder's `AttentionPositions`."""
+    if attention_table(config.encoder) is None:
+        return None
     tree, inputs = source_inputs(config, params, inputs)
     context, _, _ = transformer.locate(config.encoder, tree, inputs)
-    return in_attention(config.encoder, context)
+    return attention_positions(config.encoder, context)
 
 
 def source_inputs(config: EncoderDecoder, params: Tree, inputs: Inputs) -> tuple[Tree, Inputs]:

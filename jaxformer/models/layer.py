@@ -24,7 +24,9 @@ class Source:
     hidden: Any  # [B, S, D]
     mask: Mask  # which of its positions each query sees
     heads: Any = None  # in decoding, its keys and values {"key", "value"}, [B, S, K, H]: of all layers a tuple
-    added: Any = None  # to the inputs of keys: the encoder's positions [B or 1, S, D], where these are `InAttention`
+    key_positions: Any = (
+        None  # added to the inputs of keys: the encoder's positions [B or 1, S, D], where these are `AttentionPositions`
+    )
 
 
 @struct.dataclass

@@ -8,14 +8,14 @@ from jax import Array
 from jax.nn.initializers import normal
 from jaxtyping import Float, Int
 
-from jaxformer.models.config import Axial, InAttention, Learned, ModelConfig, Sinusoidal
+from jaxformer.models.config import AttentionPositions, Axial, Learned, ModelConfig, Sinusoidal
 from jaxformer.models.layer import Context
 from jaxformer.ops.positions import learned, sinusoidal
 from jaxformer.params import Spec, Tree
 
 
 class PositionTable(NamedTuple):
-    """A vector for each position. `InAttention(mine)` takes any function `config -> PositionTable`."""
+    """A vector for each position. `AttentionPositions(mine)` takes any function `config -> PositionTable`."""
 
     spec: Tree  # of `Spec`
     apply: Callable  # (params, positions [B or 1, T]) -> [B or 1, T, D]
@@ -45,13 +45,13 @@ def axial(tables: Tree, positions: Int[Array, "B T"], columns: int) -> Float[Arr
 
 def attention_table(config: ModelConfig) -> PositionTable | None:
     """The table that every attention of the model adds to what its queries and keys are made of."""
-    if not isinstance(config.positions, InAttention):
+    if not isinstance(config.positions, AttentionPositions):
         return None
-    of = config.positions.of
-    return of(config) if callable(of) else table_of(config, of)
+    table = config.positions.table
+    return table(config) if callable(table) else table_of(config, table)
 
 
-def in_attention(config: ModelConfig, context: Context) -> Float[Array, "B T D"] | None:
+def attention_positions(config: ModelConfig, context: Context) -> Float[Array, "B T D"] | None:
     """What every attention adds to the inputs of queries and keys: Carion et al. 2020, arXiv:2005.12872, appendix A.3."""
     table = attention_table(config)
     if table is None:

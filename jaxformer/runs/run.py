@@ -182,9 +182,9 @@ class Run:
             return
         model, decode, shown, tokens = self.experiment.model, self.tokenizer.decode, 0, question.prompt
         with self.on_mesh():
-            new, (most,) = [], new_tokens_for(model, sample.tokens, [tokens])
+            new, (limit,) = [], new_tokens_for(model, sample.tokens, [tokens])
             for piece in stream(
-                model, self.params, tokens, most, source=question.source,
+                model, self.params, tokens, limit, source=question.source,
                 sampling=sample.sampling, filters=filters, key=random_key(seed), stop=stop_strings(decode, stop),
                 stop_tokens=self._ends(), dtype=jax.numpy.dtype(self.experiment.precision),
             ):  # fmt: skip

@@ -10,7 +10,7 @@ from jax import Array, random
 from jaxtyping import Float
 
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import Alibi, InAttention, ModelConfig, Relative
+from jaxformer.models.config import Alibi, AttentionPositions, ModelConfig, Relative
 from jaxformer.models.layer import Context, Mixer, MixerOutput, linear, linear_maps
 from jaxformer.models.mixers.attention import attention_spec
 from jaxformer.ops.positions import Rope, rope
@@ -23,7 +23,7 @@ def approximation(
 ) -> Mixer:
     """The frame of all: project x, rotate queries and keys, `mix(params, context, **heads)`, project back."""
     name, spec = type(system).__name__, spec or attention_spec(config)
-    biased = isinstance(config.positions, (Alibi, InAttention, Relative)) or callable(config.positions)
+    biased = isinstance(config.positions, (Alibi, AttentionPositions, Relative)) or callable(config.positions)
     none = "has none; models.mixers.attention does"
     no_weights = "has no weights to drop; set it to 0 (model.dropout_rate acts on outputs)"
     for field, other, expected in (

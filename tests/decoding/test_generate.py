@@ -13,7 +13,7 @@ import pytest
 
 from jaxformer import decoding, masks, models, params
 from jaxformer.decoding import Sampling, filters
-from jaxformer.decoding.generate import bucket
+from jaxformer.decoding.model import bucket
 from jaxformer.errors import ConfigError
 from jaxformer.models import (
     Classification,

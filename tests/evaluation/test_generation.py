@@ -8,7 +8,7 @@ import pytest
 from jaxformer import models, params
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, Sampling
-from jaxformer.decoding.generate import bucket, open_model
+from jaxformer.decoding.model import bucket, open_model
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import answers, new_tokens_for
 from jaxformer.models import Alibi, Axial, EncoderDecoder, Learned, ModelConfig, Relative, Sinusoidal

@@ -87,7 +87,7 @@ def test_weights_of_8_bits_decode_as_on_a_cpu(name, dtype):
         second, _ = decoding.decode_step(config, params, jnp.asarray(TOKENS[:, 5:6]), state, dtype=dtype)
         return np.asarray(first, np.float64), np.asarray(second, np.float64)
 
-    drawn.cache_clear()
+    drawn.cache_clear()  # its arrays are on the device of the first call
     with jax.default_matmul_precision("highest"):
         found = logits()
         drawn.cache_clear()

@@ -9,9 +9,13 @@ import pytest
 
 from jaxformer import decoding, masks, models, zoo
 from jaxformer.errors import ConfigError
-from jaxformer.models import Axial, EncoderDecoder, InAttention, Learned, ModelConfig, Sinusoidal
-from jaxformer.models.norm import no_norm
+from jaxformer.models import AttentionPositions, Axial, EncoderDecoder, Learned, ModelConfig, Sinusoidal
+from jaxformer.models.layer import LayerOutput
+from jaxformer.models.norm import no_norm, norm
 from jaxformer.models.position_table import PositionTable
+from jaxformer.models.stacks import layout
+from jaxformer.models.stacks.pipeline import Pipeline
+from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.params import Spec
 from tests.decoding.test_cache import SCHEDULES, decode
 
@@ -32,12 +36,12 @@ def waves(config: ModelConfig) -> PositionTable:
 
 TABLES = {"learned": Learned(1), "sinusoidal": Sinusoidal(), "axial": Axial((4, 8), (6, 10)), "of one's own": waves}
 MODEL = ModelConfig(
-    V, 2, D, N, 32, d_ff=8, feedforward="relu", use_bias=False, init_std=0.4, positions=InAttention(Learned()),
+    V, 2, D, N, 32, d_ff=8, feedforward="relu", use_bias=False, init_std=0.4, positions=AttentionPositions(Learned()),
 )  # fmt: skip
 
 
 def model(name):
-    return replace(MODEL, positions=InAttention(TABLES[name]))
+    return replace(MODEL, positions=AttentionPositions(TABLES[name]))
 
 
 def drawn(config):
@@ -147,12 +151,48 @@ def test_the_gradient_of_the_table_is_that_of_one_layer_after_another(options):
     np.testing.assert_allclose(gradient(replace(config, **options)), expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["pipeline", "reversible"])
+def test_another_stack_has_the_same_positions(name):
+    """In a pipeline, and with gradients that are recomputed: as layer after layer under the same stack."""
+    config = replace(model("learned"), num_layers=4, norm="rms_norm")
+    tokens = jnp.asarray(np.tile(TOKENS, (3, 1))[:8])
+    params = drawn(config)
+
+    def loss_and_gradient(config):
+        def loss(params):
+            return jnp.mean(jnp.square(models.apply(config, params, tokens).hidden))
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    if name == "pipeline":
+        expected = loss_and_gradient(config)
+        with jax.set_mesh(make_mesh(Mesh(data=4, stage=2))):
+            found = loss_and_gradient(replace(config, stack=Pipeline()))
+    else:
+        expected = loss_and_gradient(replace(config, stack=plain_reversible))
+        found = loss_and_gradient(replace(config, stack=zoo.Reversible()))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, expected)
+
+
+def plain_reversible(config, layers, x, context):
+    """The streams of `zoo.Reversible`, with gradients by autodiff."""
+    stack, y1, y2 = layout.unstacked(config, layers.params), x, x
+    (kind,) = layout.kinds(config)
+    for number, layer in enumerate(stack):
+        context = context.replace(mask=layers.masks[0], layer=number)
+        mixer, feedforward = kind.sublayers["attention"], kind.sublayers["feedforward"]
+        y1 = y1 + mixer.apply(layer["attention"], norm(config, layer["attention_norm"], y2), context)[0]
+        y2 = y2 + feedforward.apply(layer["feedforward"], norm(config, layer["feedforward_norm"], y1), context)[0]
+    return (y1 + y2) / 2, LayerOutput()
+
+
 def test_what_does_not_fit_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"InAttention.of='sines': expected Learned\(\)"):
-        InAttention("sines")
+    with pytest.raises(ConfigError, match=r"AttentionPositions.table='sines': expected Learned\(\)"):
+        AttentionPositions("sines")
     with pytest.raises(ConfigError, match="makes 32 positions of width 17, not 32 of 16"):
-        replace(MODEL, positions=InAttention(Axial((4, 8), (7, 10))))
-    with pytest.raises(ConfigError, match=r"model\.positions=InAttention.*Performer has none"):
+        replace(MODEL, positions=AttentionPositions(Axial((4, 8), (7, 10))))
+    with pytest.raises(ConfigError, match=r"model\.positions=AttentionPositions.*Performer has none"):
         models.spec(replace(MODEL, mixer=zoo.Performer(features=8)))
     with pytest.raises(ConfigError, match="40 tokens do not fit the 32 learned positions"):
         models.apply(MODEL, drawn(MODEL), jnp.zeros((1, 40), jnp.int32))

@@ -34,7 +34,7 @@ from jaxformer.decoding.sampling import draw
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import Generated, answers, as_strings, before_stop, continuation
 from jaxformer.evaluation.metric import Evaluation
-from jaxformer.models import Alibi, InAttention, Mixture, ModelConfig, Relative, Sinusoidal
+from jaxformer.models import Alibi, AttentionPositions, Mixture, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import Rope
 from jaxformer.runs import run as runs
 from jaxformer.runs.run_folder import RunFolder
@@ -570,7 +570,7 @@ PADDED = {
     "rotary, in a window": replace(TINY, positions=Rope(), masks=(masks.causal() & masks.window(3),)),
     "alibi": replace(TINY, positions=Alibi()),
     "relative": replace(TINY, positions=Relative(6, 8, False)),
-    "positions in attention": replace(TINY, positions=InAttention(Sinusoidal())),
+    "positions in attention": replace(TINY, positions=AttentionPositions(Sinusoidal())),
     "linear attention": replace(TINY, mixer=zoo.Linear()),
     "experts": replace(TINY, feedforward=Mixture(experts=4, top_k=2, d_ff=8)),
     "prefix": replace(TINY, masks=(masks.causal() | masks.prefix(2),)),

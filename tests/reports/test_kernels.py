@@ -12,6 +12,7 @@ from jaxformer import masks, ops
 from jaxformer.ops.attention import Call, Kernel
 from jaxformer.ops.attention.kernel import never_refuses
 from jaxformer.ops.attention.reference import reference
+from jaxformer.sharding import platform
 from jaxformer.tools.kernel_check import Case, check_kernel
 
 KERNELS = "reference", "query_blocked", "blockwise"
@@ -470,3 +471,20 @@ def test_padded_keys_hide_no_query_of_a_longer_sequence(kernel):
     visible = np.broadcast_to(np.arange(4)[None, None, None] < lengths[:, None, None, None], (2, 1, 9, 4))
     out = ops.attention(q, k, v, mask=masks.lengths(kv=jnp.asarray(lengths)), implementation=kernel)
     np.testing.assert_allclose(out, by_definition(q, k, v, visible), atol=2e-6)
+
+
+@pytest.mark.report(
+    "xorbitsai/inference#3739", "modular/modular#6287", "ace-step/ACE-Step-1.5#105",
+    right="a program for the CPU of a machine with a GPU takes kernels of the CPU",
+    hit="with `jax.default_device(cpu)` the kernel of the GPU was chosen, which the CPU lacks",
+)  # fmt: skip
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_cpu_beside_a_gpu_takes_its_own_kernels(by_name, monkeypatch):
+    cpu = jax.devices("cpu")[0]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert platform() == "gpu"
+    with jax.default_device("cpu" if by_name else cpu):
+        assert platform() == "cpu"
+        q, k, v = (x.astype(jnp.bfloat16) for x in heads())
+        found = jax.jit(lambda q, k, v: ops.attention(q, k, v, mask=masks.causal()))(q, k, v)
+    assert found.dtype == jnp.bfloat16 and np.isfinite(np.asarray(found, np.float32)).all()

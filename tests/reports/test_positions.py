@@ -1,6 +1,7 @@
 """Positions: what users of other projects saw go wrong with rotations, their scalings, and biases of distance."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import models, ops, params, zoo
+from jaxformer import decoding, masks, models, ops, params, zoo
 from jaxformer.data import sources
 from jaxformer.errors import ConfigError
 from jaxformer.ops.bias import t5_bucket
@@ -286,3 +287,64 @@ def test_no_positions_make_no_rows(layout):
     none = jnp.zeros((2, 0), int)
     assert sinusoidal(none, 7, layout).shape == (2, 0, 7)
     assert rope(jnp.zeros((2, 0, 1, 8)), none, Rope(layout=layout)).shape == (2, 0, 1, 8)
+
+
+PLACED = models.ModelConfig(19, 2, 16, 4, 32, d_ff=8, init_std=0.5, positions=models.AttentionPositions(models.Learned()))
+TOKENS = jnp.asarray(np.random.default_rng(3).integers(0, 19, (2, 9)), jnp.int32)
+
+
+def with_other_table(tree, *path):
+    """The parameters, with other positions in the stack of this path."""
+    if not path:
+        table = tree["shared"]["positions"]
+        return tree | {"shared": tree["shared"] | {"positions": table + normal(*table.shape)}}
+    return tree | {path[0]: with_other_table(tree[path[0]], *path[1:])}
+
+
+@pytest.mark.report(
+    "facebookresearch/detr#105", "facebookresearch/detr#415", "facebookresearch/detr#607", "ultralytics/ultralytics#13832",
+    right="positions `AttentionPositions` reach queries and keys, never values: a token that sees one key is the same anywhere",
+)  # fmt: skip
+def test_positions_in_attention_do_not_reach_values():
+    tree = models.init(PLACED, jax.random.key(0))
+    both = [models.apply(PLACED, each, TOKENS).logits for each in (tree, with_other_table(tree))]
+    np.testing.assert_allclose(both[0][:, 0], both[1][:, 0], rtol=1e-5, atol=1e-5)  # it sees itself alone
+    assert float(jnp.abs(both[0][:, 1:] - both[1][:, 1:]).max()) > 0.01
+
+
+@pytest.mark.report(
+    "facebookresearch/detr#580", "huggingface/transformers#23091",
+    right="a cross-attention adds the decoder's positions to its queries, and the encoder's to its keys",
+)  # fmt: skip
+@pytest.mark.thorough
+def test_each_stack_of_a_pair_has_its_own_positions():
+    encoder = replace(PLACED, masks=(masks.full(),), heads=())
+    pair = models.EncoderDecoder(encoder, replace(PLACED, num_layers=1))
+    tree = models.init(pair, jax.random.key(0))
+
+    def logits(tree, source):
+        return models.apply(pair, tree, TOKENS[:, :1], source=source).logits
+
+    other_encoder, other_decoder = (with_other_table(tree, name) for name in ("encoder", "decoder"))
+    # one source and one target token: there is nothing to choose between, so positions change nothing
+    alone = [logits(each, TOKENS[:, :1]) for each in (tree, other_encoder, other_decoder)]
+    np.testing.assert_allclose(alone[0], alone[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(alone[0], alone[2], rtol=1e-5, atol=1e-5)
+    # one target token and several of the source: the decoder's positions choose between them too
+    among = [logits(each, TOKENS) for each in (tree, other_encoder, other_decoder)]
+    assert all(float(jnp.abs(among[0] - each).max()) > 0.01 for each in among[1:])
+
+
+@pytest.mark.report(
+    "ml-explore/mlx-lm#93", "mlfoundations/open_lm#74", "skyzh/tiny-llm#46",
+    right="with a cache, the next token has the position behind those of the cache, also in every attention",
+)  # fmt: skip
+@pytest.mark.thorough
+def test_positions_in_attention_go_on_behind_a_cache():
+    tree = models.init(PLACED, jax.random.key(0))
+    expected = models.apply(PLACED, tree, TOKENS).logits
+    cache = decoding.init_cache(PLACED, 2, 16)
+    for i in range(TOKENS.shape[1]):
+        output = models.apply(PLACED, tree, TOKENS[:, i : i + 1], cache=cache)
+        cache = output.cache
+        np.testing.assert_allclose(output.logits[:, 0], expected[:, i], rtol=1e-4, atol=1e-4)

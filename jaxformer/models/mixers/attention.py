@@ -23,7 +23,7 @@ from jaxformer.models.layer import (
     linear_spec,
     residual_std,
 )
-from jaxformer.models.position_table import attention_table, in_attention
+from jaxformer.models.position_table import attention_positions, attention_table
 from jaxformer.ops.attention import cached as cached_attention
 from jaxformer.ops.attention.cached import (
     Int8Slots,
@@ -70,7 +70,7 @@ def attention(
     """
 
     def apply(params, x: Float[Array, "B T D"], context: Context) -> MixerOutput:
-        heads = project(params, x, in_attention(config, context))
+        heads = project(params, x, attention_positions(config, context))
         if prepare is not None:
             heads = prepare(params, heads, context)
         query, key, value, carry = heads
@@ -105,15 +105,10 @@ def attention(
     return Mixer(spec, apply, state, rolls=True, shared=positions_spec(config))
 
 
-def project(params: Tree, x: Float[Array, "B T D"], added: Float[Array, "#B T D"] | None = None) -> Heads:
-    """Queries and keys of x + `added`, and values of x, with heads split over devices."""
+def project(params: Tree, x: Float[Array, "B T D"], vectors: Float[Array, "#B T D"] | None = None) -> Heads:
+    """Queries, keys and values as `maps_of_heads` makes them, with heads split over devices."""
     axes = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
-    if added is None:
-        heads = linear_maps("btd,dnh->btnh", x, {name: params[name] for name in axes})
-    else:
-        placed = with_positions(x, added)
-        heads = linear_maps("btd,dnh->btnh", placed, {name: params[name] for name in ("query", "key")})
-        heads |= linear_maps("btd,dnh->btnh", x, {"value": params["value"]})
+    heads = maps_of_heads(params, x, vectors, tuple(axes))
 
     def split(name):
         return with_logical_constraint(heads[name], "batch", "length", axes[name], None)
@@ -135,9 +130,19 @@ def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def with_positions(x: Float[Array, "B T D"], added: Float[Array, "#B T D"] | None) -> Float[Array, "B T D"]:
-    """x + `added`, in x's precision; x where nothing is added."""
-    return x if added is None else (x + added).astype(x.dtype)
+def maps_of_heads(
+    params: Tree, x: Float[Array, "B T D"], vectors: Float[Array, "#B T D"] | None, names: tuple[str, ...]
+) -> Tree:
+    """The linear maps of these names: queries and keys of x + `vectors` of positions, values of x."""
+    if vectors is None:
+        return linear_maps("btd,dnh->btnh", x, {name: params[name] for name in names})
+    heads = linear_maps("btd,dnh->btnh", with_positions(x, vectors), {name: params[name] for name in names if name != "value"})
+    return heads | linear_maps("btd,dnh->btnh", x, {"value": params["value"]})
+
+
+def with_positions(x: Float[Array, "B T D"], vectors: Float[Array, "#B T D"] | None) -> Float[Array, "B T D"]:
+    """x + `vectors`, in x's precision; x where there are none."""
+    return x if vectors is None else (x + vectors).astype(x.dtype)
 
 
 def split_weights(result: Any) -> tuple[Array, Array | None]:
@@ -176,7 +181,7 @@ def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree
 
 
 def positions_spec(config: ModelConfig) -> Tree:
-    """The table of `Relative` or `InAttention` positions, which all layers share."""
+    """The table of `Relative` or `AttentionPositions` positions, which all layers share."""
     table = attention_table(config)
     if table is not None and table.spec:
         return {"positions": table.spec}
@@ -229,15 +234,15 @@ def cross_attention(
 ) -> MixerOutput:
     """Attention from a decoder's tokens to an encoder's output. Vaswani et al. 2017, section 3.2.3.
 
-    It has no positions but those of `InAttention`. In decoding there may be fewer sources than batch rows: neighbours, such as
-    the beams of a text, read the same one.
+    It has no positions but `AttentionPositions`. In decoding there may be fewer sources than batch
+    rows: neighbours, such as the beams of a text, read the same one.
     """
     source: Any = context.source
     if source.heads is None:
-        heads = source_heads(params, source.hidden, source.added)
+        heads = source_heads(params, source.hidden, source.key_positions)
     else:
         heads = source.heads
-    query = linear("btd,dnh->btnh", with_positions(x, in_attention(config, context)), params["query"])
+    query = linear("btd,dnh->btnh", with_positions(x, attention_positions(config, context)), params["query"])
     key, value = (heads[name].swapaxes(1, 2).astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
     # the queries of all batch rows that read the same source
@@ -247,13 +252,9 @@ def cross_attention(
     return MixerOutput(linear("btnh,nhd->btd", context.tap("heads", out), params["out"]))
 
 
-def source_heads(params: Tree, hidden: Float[Array, "B S D"], added: Float[Array, "#B S D"] | None = None) -> Tree:
-    """Keys of an encoder's output + `added`, and its values, `[B, K, S, H]` as in a cache."""
-    if added is None:
-        heads = linear_maps("btd,dnh->btnh", hidden, {name: params[name] for name in ("key", "value")})
-    else:
-        heads = linear_maps("btd,dnh->btnh", with_positions(hidden, added), {"key": params["key"]})
-        heads |= linear_maps("btd,dnh->btnh", hidden, {"value": params["value"]})
+def source_heads(params: Tree, hidden: Float[Array, "B S D"], vectors: Float[Array, "#B S D"] | None = None) -> Tree:
+    """Keys and values of an encoder's output, as `maps_of_heads` makes them, `[B, K, S, H]` as in a cache."""
+    heads = maps_of_heads(params, hidden, vectors, ("key", "value"))
     return {name: y.swapaxes(1, 2) for name, y in heads.items()}
 
 

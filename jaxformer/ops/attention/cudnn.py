@@ -41,7 +41,7 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     axes = zip(shape, (split.batch, split.heads), strict=True)
     bias_spec = P(*(entry if size > 1 else None for size, entry in axes))
 
-    scale = told_apart(call.scale) if is_deterministic() else call.scale
+    scale = distinct_scale(call.scale) if is_deterministic() else call.scale
 
     def run_on_device(query, key, value, bias, lengths):
         planned_here = planned | lengths
@@ -187,7 +187,7 @@ def is_deterministic() -> bool:
 _calls = itertools.count(1)
 
 
-def told_apart(scale: Any) -> Any:
+def distinct_scale(scale: Any) -> Any:
     """A scale that differs from that of every other call in its last bits of 64, and is the same in 32 bits.
 
     With deterministic operations XLA (jaxlib 0.11.2) loses the second of two equal backward passes in a program, as layers

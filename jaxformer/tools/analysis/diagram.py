@@ -15,10 +15,10 @@ from jaxformer import masks, models, params
 from jaxformer.models import EncoderDecoder, ModelConfig, blocks, heads, transformer
 from jaxformer.models.config import (
     Alibi,
+    AttentionPositions,
     Axial,
     Classification,
     Embedding,
-    InAttention,
     LanguageModel,
     Learned,
     Patches,
@@ -33,9 +33,12 @@ FILLS = dict(
     embedding="#e08e0b", attention="#1f77b4", cross_attention="#2a9d5c", feedforward="#d1495b", norm="#8a949e", head="#7b5ea7"
 )  # fmt: skip
 ADDED: dict[type, str] = {Learned: "learned", Sinusoidal: "sinusoidal", Axial: "axial"}  # to the embedding
-SCORED = {
-    Rope: "rotary positions", Alibi: "ALiBi", Relative: "relative positions", InAttention: "positions at queries and keys",
-}  # fmt: skip
+SCORED = {  # in attention
+    Rope: "rotary positions",
+    Alibi: "ALiBi",
+    Relative: "relative positions",
+    AttentionPositions: "positions at queries and keys",
+}
 NORMS = {"layer_norm": "Layer norm", "rms_norm": "RMS norm"}
 WIDTH, GAP, LINE = 3.2, 0.17, 0.145  # inches: width of a box, room between two, height of a line of text
 

@@ -138,14 +138,14 @@ def test_refusals_look_at_shapes_alone():
 
 
 @pytest.mark.parametrize("flag", ["--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops"])
-def test_equal_calls_of_a_deterministic_program_are_told_apart(flag, monkeypatch):
+def test_equal_calls_of_a_deterministic_program_have_distinct_scales(flag, monkeypatch):
     """By the last bits of a scale, which the kernel does not read."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert not cudnn.is_deterministic()
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=here {flag}")
     assert cudnn.is_deterministic()
     for scale in (0.125, 64**-0.5, 80**-0.5, 1.0):
-        told = [cudnn.told_apart(scale) for _ in range(40)]
+        told = [cudnn.distinct_scale(scale) for _ in range(40)]
         assert len(set(told)) == 40 and {np.float32(one) for one in told} == {np.float32(scale)}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
     assert not cudnn.is_deterministic()
