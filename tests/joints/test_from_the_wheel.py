@@ -1,7 +1,9 @@
-"""The built wheel is enough for every page that fills a joint: its files train and answer, without the checkout.
+"""The built wheel is enough for every page that fills a joint: its files train and answer, without
+the checkout.
 
-The processes start with `python -S`, so that no `.pth` file brings the checkout back: they see the folder into which the
-wheel was installed, the folder of the other packages, and the folder in which they start.
+The processes start with `python -S`, so that no `.pth` file brings the checkout back: they see the
+folder into which the wheel was installed, the folder of the other packages, and the folder in which
+they start.
 """
 
 import json
@@ -33,6 +35,7 @@ PROMPTS = {
     ("your-own-kernel", "flash"): [1, 2, 3, 16],
     ("your-own-positions", "fourier"): TEXT,
     ("your-own-family", "mine"): TEXT,
+    ("your-own-stack", "denseformer"): TEXT,
     ("your-own-scores", "stripes"): "",  # pictures, which take no prompt
 }
 LAST = [key for key in PROMPTS if key != ("preferences", "reversals")]  # each page's chain once
@@ -44,7 +47,8 @@ from jaxformer import decoding, open_run
 run = open_run(folder)
 print(json.dumps(decoding.generate(run.model, run.params, [json.loads(sys.argv[2])], 3)))
 """
-# runs the assertions of the harness in a process that has the wheel: it is found by its path, not as tests.joints
+# runs the assertions of the harness in a process that has the wheel: it is found by its path, not
+# as tests.joints
 CHECK = """
 import importlib.util, pathlib, sys
 spec = importlib.util.spec_from_file_location("harness", sys.argv[1])
