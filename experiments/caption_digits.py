@@ -1,9 +1,12 @@
-"""An image of three digits to their names: a vision transformer reads it, a decoder writes "three one seven" letter by letter.
+"""An image of three digits to their names, letter by letter: "three one seven".
 
-Encoder and decoder of Vaswani et al. 2017, arXiv:1706.03762. The source is the patches of Dosovitskiy et al. 2020,
-arXiv:2010.11929. Training images are made from the training digits of scikit-learn, validation images from other digits.
+A vision transformer reads the image, and a decoder writes the names. Encoder and decoder of Vaswani
+et al. 2017, arXiv:1706.03762. The source is the patches of Dosovitskiy et al. 2020,
+arXiv:2010.11929. Training images are made from the training digits of scikit-learn, validation
+images from other digits.
 Needs pip install 'jaxformer[vision]'.
-Expected: 98 % of 500 unseen rows are written without a mistake (exact_match 98.0; seed 0, beams of 4).
+Expected: 98 % of 500 unseen rows are written without a mistake (seed 0, beams of 4): exact_match
+98.0.
 Time: 57 seconds on 2 CPU cores.
 Command: make train EXP=caption_digits
 """
@@ -34,16 +37,18 @@ LENGTH = 3 * len("three") + 3  # tokens of the longest caption: three words, two
 
 
 class Rows:
-    """Rows of three digits of the split: all of 000 to 999 in an order that the seed decides, then again.
+    """Rows of three digits: all of 000 to 999 in an order that the seed decides, then again.
 
     Row i is a function of (seed, i).
     """
 
     def __init__(self, digits: Any, count: int, seed: int):
-        found = digits.take_rows(np.arange(len(digits)))
-        self.images = [found["images"][found["labels"] == digit] for digit in range(10)]
+        examples = digits.take_rows(np.arange(len(digits)))
+        self.images = [examples["images"][examples["labels"] == digit] for digit in range(10)]
         self.order = np.random.default_rng(seed).permutation(1000)
-        self.count, self.seed, self.tokenizer = count, seed, Characters(LETTERS)
+        self.count = count
+        self.seed = seed
+        self.tokenizer = Characters(LETTERS)
 
     def __len__(self) -> int:
         return self.count
@@ -83,7 +88,14 @@ class RowsOfDigits:
         train = Rows(digits.train, self.examples, self.seed)
         validation = Rows(digits.validation, self.validation_examples, self.seed + 1)
         digest = hashlib.sha256(f"{digits.digest} {LETTERS} {self}".encode()).hexdigest()
-        return Dataset(train, validation, digest, f"rows of three {digits.description}", END + 1, train.tokenizer)
+        return Dataset(
+            train,
+            validation,
+            digest,
+            f"rows of three {digits.description}",
+            END + 1,
+            train.tokenizer,
+        )
 
 
 def with_moved_digits(move: Move, key: jax.Array, images: jax.Array) -> jax.Array:

@@ -1,14 +1,16 @@
-r"""Fine-tunes a pre-trained encoder as a classifier: from which of 20 packages of Python's standard library is a docstring?
+r"""Fine-tunes a pre-trained encoder: from which of 20 packages of Python is a docstring?
 
-Devlin et al. 2018, arXiv:1810.04805, section 4: a new head on the first token, all parameters are trained. The initial
-parameters are those of a run of bert_pretrain or of a Hugging Face encoder. Without --initial they are random.
+Devlin et al. 2018, arXiv:1810.04805, section 4: a new head on the first token, all parameters are
+trained. The packages are those of Python's standard library. The initial parameters are those of a
+run of bert_pretrain or of a Hugging Face encoder. Without --initial they are random.
 
-Expected: accuracy 66.0 % on 382 unseen docstrings after 400 steps from a run of bert_pretrain, 62.8 % from random
-parameters (seed 0, CPU); the most frequent package alone gives 15.4 %. The run of bert_pretrain had read some of the
-validation docstrings, without their labels.
-Time: 2.5 minutes on 2 CPU cores.
-Command: make train EXP=finetune_classifier
-ARGS="--initial \"Pretrained('runs/bert_pretrain-...')\" --data.tokenizer=runs/bert_pretrain-.../tokenizer.json"
+Expected: accuracy 66.0 % on 382 unseen docstrings after 400 steps from a run of bert_pretrain,
+62.8 % from random parameters (seed 0, CPU); the most frequent package alone gives 15.4 %. The run
+of bert_pretrain had read some of the validation docstrings, without their labels.
+Time: 2.5 minutes on 2 CPU cores. In the command, RUN is the folder of a run of bert_pretrain.
+
+Command: make train EXP=finetune_classifier \
+    ARGS="--initial \"Pretrained('RUN')\" --data.tokenizer=RUN/tokenizer.json"
 """
 
 import collections
@@ -43,8 +45,9 @@ class Pretrained:
 
     def __call__(self, spec, key):
         is_run = (Path(self.path) / "checkpoints").is_dir()
-        found = open_run(self.path).params if is_run else families.load(self.path).params
-        return params.init(spec, key) | {name: tree for name, tree in found.items() if name != "heads"}
+        pretrained = open_run(self.path).params if is_run else families.load(self.path).params
+        without_heads = {name: tree for name, tree in pretrained.items() if name != "heads"}
+        return params.init(spec, key) | without_heads
 
     def differences(self, model):
         start = from_text(self.path) or HuggingFace(self.path)
@@ -53,40 +56,57 @@ class Pretrained:
 
 @functools.lru_cache(maxsize=1)
 def labelled() -> tuple[list[str], list[tuple[str, int]]]:
-    """(packages, docstrings of at least 8 words with the number of their package), for the 20 packages with most docstrings."""
-    found = [(name.split("/")[0].removesuffix(".py"), text) for name, text in docstrings() if len(text.split()) >= 8]
-    packages = sorted(name for name, _ in collections.Counter(name for name, _ in found).most_common(CLASSES))
-    return packages, [(text, packages.index(name)) for name, text in found if name in packages]
+    """(packages, docstrings with the number of their package).
+
+    The packages are the 20 with most docstrings of at least 8 words; only these docstrings count.
+    """
+    texts = [
+        (name.split("/")[0].removesuffix(".py"), text)
+        for name, text in docstrings()
+        if len(text.split()) >= 8
+    ]
+    counts = collections.Counter(package for package, _ in texts)
+    packages = sorted(package for package, _ in counts.most_common(CLASSES))
+    numbers = {package: i for i, package in enumerate(packages)}
+    return packages, [(text, numbers[name]) for name, text in texts if name in numbers]
 
 
 @dataclass(frozen=True)
 class Packages:
     """Every tenth docstring is for validation."""
 
-    tokenizer: str | None = None  # the tokenizer.json of the pre-trained model; None: learned here, for random parameters
+    # the tokenizer.json of the pre-trained model; None: learned here, for random parameters
+    tokenizer: str | None = None
     first: int = CLS  # the id in front of a text
     last: int = SEP  # the id behind it
 
     def open(self, model) -> Dataset:
-        packages, rows = labelled()
-        parts = [row for i, row in enumerate(rows) if i % 10], rows[::10]
-        tokenizer = self.read([text for text, _ in parts[0]])
-        length, splits = model.context_length, []
-        for part in parts:
-            tokens = [tokenizer.encode(" " + text)[: length - 2] for text, _ in part]
+        packages, examples = labelled()
+        texts = [example for i, example in enumerate(examples) if i % 10], examples[::10]
+        tokenizer = self.read([text for text, _ in texts[0]])
+        length = model.context_length
+        splits = []
+        for split in texts:
+            tokens = [tokenizer.encode(" " + text)[: length - 2] for text, _ in split]
             tokens = [np.array([self.first, *ids, self.last], np.int32) for ids in tokens]
-            splits.append(LabelledTexts(tokens, [label for _, label in part], length))
+            splits.append(LabelledTexts(tokens, [label for _, label in split], length))
+        digest = f"{self.first} {self.last} {length} {tokenizer.digest} {texts}"
         return Dataset(
-            *splits, vocab_size=max(tokenizer.vocab_size, self.first + 1, self.last + 1), tokenizer=tokenizer,
-            digest=hashlib.sha256(f"{self.first} {self.last} {length} {tokenizer.digest} {parts}".encode()).hexdigest(),
-            description=f"{len(parts[0]):,} docstrings and {len(parts[1]):,} for validation, of {', '.join(packages)}",
-        )  # fmt: skip
+            *splits,
+            vocab_size=max(tokenizer.vocab_size, self.first + 1, self.last + 1),
+            tokenizer=tokenizer,
+            digest=hashlib.sha256(digest.encode()).hexdigest(),
+            description=f"{len(texts[0]):,} docstrings and {len(texts[1]):,} for validation, "
+            f"of {', '.join(packages)}",
+        )
 
     def read(self, texts: list[str]):
         if self.tokenizer is None:
             return tokenizers.BPE.train("\n".join(texts), VOCABULARY)
         text = Path(self.tokenizer).read_text()  # ours, or one of Hugging Face
-        return tokenizers.BPE(text) if "model" in json.loads(text) else tokenizers.load(self.tokenizer)
+        return (
+            tokenizers.BPE(text) if "model" in json.loads(text) else tokenizers.load(self.tokenizer)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,14 @@
-r"""Fine-tuning with LoRA: Hu et al. 2021, arXiv:2106.09685. Low-rank factors train beside the frozen weights of a run.
+r"""Fine-tuning with LoRA: Hu et al. 2021, arXiv:2106.09685.
 
-It needs --initial: a run (its folder, its name in runs/, or its experiment's name for the newest), or the folder or name of
-Hugging Face weights. For these, --model is the preset of the same size, and
---data your text with their tokenizer: ARGS="--initial gpt2 --model gpt2_small --data \"Corpus('my.txt', tokenizer='gpt2')\"".
-Expected: at the end a validation loss below that of the starting run. Time: seconds on two CPU cores.
+Low-rank factors train beside the frozen weights of a run. It needs --initial: a run (its folder,
+its name in runs/, or its experiment's name for the newest), or the folder or name of Hugging Face
+weights. For these, --model is the preset of the same size, and --data your text with their
+tokenizer:
+
+    ARGS="--initial gpt2 --model gpt2_small --data \"Corpus('my.txt', tokenizer='gpt2')\""
+
+Expected: at the end a validation loss below that of the starting run.
+Time: seconds on two CPU cores.
 Command: make train, then make train EXP=finetune_lora ARGS="--initial=quickstart"
 """
 

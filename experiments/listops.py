@@ -1,12 +1,15 @@
-"""ListOps: the value, 0 to 9, of nested lists such as [MAX 2 9 [MIN 4 7 ] 0 ]. Every kind of attention can be tried on it.
+"""ListOps: the value, 0 to 9, of nested lists such as [MAX 2 9 [MIN 4 7 ] 0 ].
 
-Nangia & Bowman 2018, arXiv:1804.06028; operators and the shape of the trees as in Long Range Arena (Tay et al. 2020,
-arXiv:2011.04006, section 2.2.1): MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10) of 2 to `args` values.
-Each value is a list with probability 1/4, down to `depth` levels. Longer expressions need larger trees, as in Long Range
-Arena: --data.shortest=500 --data.longest=2000 --data.depth=10 --data.args=10 --model.context-length=2000.
+Every kind of attention can be tried on it. Nangia & Bowman 2018, arXiv:1804.06028; operators and
+the shape of the trees as in Long Range Arena (Tay et al. 2020, arXiv:2011.04006, section 2.2.1):
+MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10) of 2 to `args` values. Each
+value is a list with probability 1/4, down to `depth` levels. Longer expressions need larger trees,
+as in Long Range Arena: --data.shortest=500 --data.longest=2000 --data.depth=10 --data.args=10
+--model.context-length=2000.
 
-Expected accuracy on 1000 unseen expressions of 16 to 64 tokens, after 300 steps (seed 0; standard error 1.3 %; the most
-frequent value alone gives 11.6 %). This training is too short to rank the kinds of attention, but each of them learns.
+Expected accuracy on 1000 unseen expressions of 16 to 64 tokens, after 300 steps (seed 0; standard
+error 1.3 %; the most frequent value alone gives 11.6 %). This training is too short to rank the
+kinds of attention, but each of them learns.
 
     attention       options                                                     accuracy
     full                                                                        23.9 %
@@ -20,8 +23,9 @@ frequent value alone gives 11.6 %). This training is too short to rank the kinds
     Performer       --model.mixer "Performer(features=64)"                      24.0 %
     Reformer        --model.mixer "Reformer(chunk=16)"                          23.5 %
 
-Time: 17 to 25 seconds of one CPU core each, most of it compilation.
-Command: make train EXP=listops ARGS="--name=listops-linear --model.mixer 'Linear()'"; one for each line of the table.
+Time: 17 to 25 seconds of one CPU core each, most of it compilation. The command is one for each
+line of the table.
+Command: make train EXP=listops ARGS="--name=listops-linear --model.mixer 'Linear()'"
 """
 
 import functools
@@ -58,15 +62,18 @@ def value(operator: str, values: list[int]) -> int:
             return sum(values) % 10
 
 
-def expression(rng: random.Random, depth: int, args: int, nested: bool = False) -> tuple[list[int], int]:
+def expression(
+    rng: random.Random, depth: int, args: int, nested: bool = False
+) -> tuple[list[int], int]:
     """(tokens, value) of a random tree."""
     if nested and (depth == 0 or rng.random() > 0.25):
         digit = rng.randrange(10)
         return [digit], digit
     operator = rng.randrange(len(OPERATORS))
-    parts = [expression(rng, depth - 1, args, nested=True) for _ in range(rng.randint(2, args))]
-    tokens = [token for part, _ in parts for token in part]
-    return [10 + operator, *tokens, END], value(OPERATORS[operator], [each for _, each in parts])
+    operands = [expression(rng, depth - 1, args, nested=True) for _ in range(rng.randint(2, args))]
+    tokens = [token for operand, _ in operands for token in operand]
+    result = value(OPERATORS[operator], [operand_value for _, operand_value in operands])
+    return [10 + operator, *tokens, END], result
 
 
 @dataclass(frozen=True)
@@ -83,11 +90,16 @@ class ListOps:
 
     def open(self, model) -> Dataset:
         if not self.shortest <= self.longest:
-            raise ConfigError(f"data.shortest={self.shortest}: more than data.longest={self.longest}")
+            raise ConfigError(
+                f"data.shortest={self.shortest}: more than data.longest={self.longest}"
+            )
         if (length := context_length(model)) < self.longest:
-            raise ConfigError(f"data.longest={self.longest}: more than model.context_length={length}")
+            raise ConfigError(
+                f"data.longest={self.longest}: more than model.context_length={length}"
+            )
         train, validation = (Expressions(self, split, length) for split in (0, 1))
-        sample = b"".join(train[i]["tokens"].tobytes() for i in range(16))  # another Python may draw other numbers
+        # another Python may draw other numbers, so the digest has some of them
+        sample = b"".join(train[i]["tokens"].tobytes() for i in range(16))
         digest = hashlib.sha256(f"{self} {length}".encode() + sample).hexdigest()
         return Dataset(train, validation, digest, description=str(self), vocab_size=END + 1)
 
@@ -103,13 +115,17 @@ class Expressions:
         return self.config.validation_examples if self.split else self.config.examples
 
     def _drawn(self, index: int) -> tuple[list[int], int]:
-        rng, config = random.Random(f"{self.config.seed} {self.split} {index}"), self.config
+        config = self.config
+        rng = random.Random(f"{config.seed} {self.split} {index}")
         for _ in range(DRAWS):  # until the length is right
             tokens, result = expression(rng, config.depth, config.args)
             if config.shortest <= len(tokens) <= config.longest:
                 return tokens, result
         problem = f"none of {DRAWS:,} trees has {config.shortest} to {config.longest} tokens"
-        raise ConfigError(f"data.depth={config.depth}, data.args={config.args}: {problem}; raise data.depth or data.args")
+        raise ConfigError(
+            f"data.depth={config.depth}, data.args={config.args}: {problem}; "
+            "raise data.depth or data.args"
+        )
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens, result = self._draw(range(len(self))[index])
@@ -117,8 +133,9 @@ class Expressions:
         return {
             "tokens": np.pad(np.array(tokens, np.int32), padding),
             "segment_ids": np.pad(np.ones(len(tokens), np.int32), padding),
-            "labels": np.int32(result), "weights": np.float32(1),
-        }  # fmt: skip
+            "labels": np.int32(result),
+            "weights": np.float32(1),
+        }
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
-"""LLaMA 7B: Touvron et al. 2023, arXiv:2302.13971, table 2, on your own text.
+r"""LLaMA 7B on your own text: Touvron et al. 2023, arXiv:2302.13971, table 2.
 
-Expected: the paper ends at about 1.76 nats a token after a trillion tokens (its figure 1). Byte pairs are learned from your
-text, so compare in bits a byte. For another tokenizer: --data.tokenizer=DIR/tokenizer.json --data.vocab-size=None.
-Time: 82,432 A100 hours by the paper's table 15. Not run by us: this needs a pod. We ran its start and the reading of its data,
-with one layer. First look at the plan, which costs nothing: make plan EXP=llama_7b TOPOLOGY=v5e:16x16
-Data: a folder of .txt, .jsonl or .parquet files (docs/data.md) that all hosts see, or hf:NAME,CONFIG#SPLIT. With a cache that
-all hosts see (--data.cache=/mnt/bucket/tokens) each encodes its share; `make tokens` with the same options does it before.
-Command: make pod-train EXP=llama_7b TPU=my-pod ZONE=... TOPOLOGY=v5e:16x16 BUCKET=... ARGS="--data.path=/mnt/bucket/text/"
+Expected: the paper ends at about 1.76 nats a token after a trillion tokens (its figure 1). Byte
+pairs are learned from your text, so compare in bits a byte. For another tokenizer:
+--data.tokenizer=DIR/tokenizer.json --data.vocab-size=None.
+Time: 82,432 A100 hours by the paper's table 15. Not run by us: this needs a pod. We ran its start
+and the reading of its data, with one layer. First look at the plan, which costs nothing:
+make plan EXP=llama_7b TOPOLOGY=v5e:16x16
+Data: a folder of .txt, .jsonl or .parquet files (docs/data.md) that all hosts see, or
+hf:NAME,CONFIG#SPLIT. With a cache that all hosts see (--data.cache=/mnt/bucket/tokens) each encodes
+its share; `make tokens` with the same options does it before.
+
+Command: make pod-train EXP=llama_7b TPU=my-pod ZONE=... TOPOLOGY=v5e:16x16 BUCKET=... \
+    ARGS="--data.path=/mnt/bucket/text/"
 """
 
 from dataclasses import replace

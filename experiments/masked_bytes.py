@@ -1,6 +1,7 @@
-"""BERT's masked language model on bytes: an encoder predicts 15 % hidden bytes of the source of Python's standard library.
+"""BERT's masked language model on bytes: an encoder predicts hidden bytes of Python's source.
 
-Devlin et al. 2018, arXiv:1810.04805, section 3.1, without next-sentence prediction.
+Devlin et al. 2018, arXiv:1810.04805, section 3.1, without next-sentence prediction: 15 % of the
+bytes of Python's standard library are hidden.
 Expected: validation loss about 1.5 nats a hidden byte (the text's unigram entropy is 3.2).
 Time: about four minutes on two CPU cores.
 Command: make train EXP=masked_bytes

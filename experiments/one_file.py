@@ -1,11 +1,13 @@
-"""A whole GPT in one file: its parameters, its forward pass, its data, its step, its loop, its sampling.
+"""A whole GPT in one file: its parameters, forward pass, data, step, loop and sampling.
 
-Read this file first. The library is this file, made open, fast and safe: `jaxformer.models` has the model, `data` the batches,
-`training` the step, `runs` the loop, `decoding` the sampling. Only single functions are taken from it here (`ops`, `masks`,
-`params`), and optax. tests/experiments/test_one_file.py shows that logits, loss and gradients are those of `jaxformer.models`
-for the same parameters.
+Read this file first. The library is this file, made open, fast and safe: `jaxformer.models` has the
+model, `data` the batches, `training` the step, `runs` the loop, `decoding` the sampling. From the
+library this file takes only single functions (`ops`, `masks`, `params`); it also uses optax.
+tests/experiments/test_one_file.py shows that logits, loss and gradients are those of
+`jaxformer.models` for the same parameters.
 
-Shapes: B batch, T length, D model width, N heads, H head width, F feed-forward width, V vocabulary, L layers.
+Shapes: B batch, T length, D model width, N heads, H head width, F feed-forward width, V vocabulary,
+L layers.
 Expected: a validation loss of about 2.1 nats a byte, and a sample with the shape of Python.
 Time: about two minutes on two CPU cores.
 Command: python experiments/one_file.py
@@ -142,7 +144,10 @@ def read_text() -> np.ndarray:
 
 
 def draw_batch(text: np.ndarray, rows: int, length: int, seed: int, step: int):
-    """(tokens, labels), both [rows, length]. It is a function of (seed, step), so a run can go on from any step."""
+    """(tokens, labels), both [rows, length].
+
+    They are a function of (seed, step), so a run can go on from any step.
+    """
     generator = np.random.default_rng((seed, step))
     starts = generator.integers(0, len(text) - length, rows)
     windows = np.stack([text[start : start + length + 1] for start in starts]).astype(np.int32)
@@ -162,7 +167,10 @@ def make_optimizer(config: GPT, steps: int):
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
 def train_step(config: GPT, optimizer, weights, state, tokens, labels):
-    """(weights, optimizer state, loss) after one step. The old arrays give their memory to the new ones."""
+    """(weights, optimizer state, loss) after one step.
+
+    The old arrays give their memory to the new ones.
+    """
     value, gradients = jax.value_and_grad(partial(loss, config))(weights, tokens, labels)
     updates, state = optimizer.update(gradients, state, weights)
     return optax.apply_updates(weights, updates), state, value
@@ -183,7 +191,8 @@ def train(config: GPT, text: np.ndarray, steps: int = 600, rows: int = 8, seed: 
         tokens, labels = draw_batch(training, rows, config.context_length, seed, step)
         weights, state, value = train_step(config, optimizer, weights, state, tokens, labels)
         if (step + 1) % 100 == 0:
-            print(f"step {step + 1}/{steps} loss {value:.3f} validation {evaluate(config, weights, validation):.3f}")
+            validation_loss = evaluate(config, weights, validation)
+            print(f"step {step + 1}/{steps} loss {value:.3f} validation {validation_loss:.3f}")
     return weights
 
 
@@ -197,8 +206,13 @@ def evaluate(config: GPT, weights, text: np.ndarray, batches: int = 8, rows: int
 # Sampling -----------------------------------------------------------------------------------------
 
 
-def generate(config: GPT, weights, prompt: bytes, count: int, seed: int = 0, temperature: float = 0.8) -> bytes:
-    """`count` more bytes, one after the other. Each step reads the whole window again; `decoding` keeps keys and values."""
+def generate(
+    config: GPT, weights, prompt: bytes, count: int, seed: int = 0, temperature: float = 0.8
+) -> bytes:
+    """`count` more bytes, one after the other.
+
+    Each step reads the whole window again; `decoding` keeps keys and values instead.
+    """
 
     @jax.jit
     def draw_next(window, length, key):
@@ -208,7 +222,8 @@ def generate(config: GPT, weights, prompt: bytes, count: int, seed: int = 0, tem
     written = list(prompt)
     for step in range(count):
         seen = written[-config.context_length :]
-        window = np.zeros((1, config.context_length), np.int32)  # what comes after `length` is never seen
+        # the zeros behind `seen` are never read
+        window = np.zeros((1, config.context_length), np.int32)
         window[0, : len(seen)] = seen
         key = jax.random.fold_in(jax.random.key(seed), step)
         written.append(int(draw_next(window, len(seen), key)))

@@ -1,11 +1,12 @@
-"""Answers as spans: the model reads a question and a passage, and marks the first and the last word of the answer.
+"""Answers as spans: the model marks the first and the last word of the answer in a passage.
 
-Devlin et al. 2018, arXiv:1810.04805, section 4.2 (SQuAD), on passages that are generated: four sentences such as "The red box
-holds 1 7 coins." or "Anna hid the old map in the dark mill.", and a question about one of them. The four facts
-are about different things and people, but share colours, places and numbers. Validation passages are drawn separately.
+Devlin et al. 2018, arXiv:1810.04805, section 4.2 (SQuAD), on passages that are generated: four
+sentences such as "The red box holds 1 7 coins." or "Anna hid the old map in the dark mill.", and a
+question about one of them. The four facts are about different things and people, but share colours,
+places and numbers. Validation passages are drawn separately.
 
-Expected: exact match 100 % on 1000 unseen passages (seed 0), after 1000 steps already. After 500 it is 53 %: the
-model then finds the kind of sentence, but not yet the person or thing.
+Expected: exact match 100 % on 1000 unseen passages (seed 0), after 1000 steps already. After 500 it
+is 53 %: the model then finds the kind of sentence, but not yet the person or thing.
 Time: 2.5 minutes on 2 CPU cores.
 Command: make train EXP=question_answering
 """
@@ -26,32 +27,48 @@ from jaxformer.masks import full
 from jaxformer.models import Embedding, ModelConfig, Relative, TokenClassification
 from jaxformer.training import AdamW, Cosine, Experiment, SpanCrossEntropy
 
-PEOPLE = "Anna Bela Chen Dina Emil Fatou Goran Hana Ivan Juma Kofi Lena Mara Nuri Olga Pedro".split()
+PEOPLE = (
+    "Anna Bela Chen Dina Emil Fatou Goran Hana Ivan Juma Kofi Lena Mara Nuri Olga Pedro".split()
+)
 THINGS = "box lamp map coin ring key book cup drum flag kite pen rope shoe stone sword".split()
-QUALITIES = "red blue green black white old new small large round heavy light dry cold warm soft".split()
+QUALITIES = (
+    "red blue green black white old new small large round heavy light dry cold warm soft".split()
+)
 PLACES = "mill barn cave tower well garden cellar attic bridge forest harbour market".split()
-OTHERS = "[CLS] [SEP] . ? The the holds coins hid in lives near How many does hold Where did hide What is live who".split()
+OTHERS = (
+    "[CLS] [SEP] . ? The the holds coins hid in lives near "
+    "How many does hold Where did hide What is live who"
+).split()
 WORDS = (*OTHERS, *"0123456789", *PEOPLE, *THINGS, *QUALITIES, *PLACES)
 IDS = {word: i for i, word in enumerate(WORDS)}
 
 
-def fact(rng: random.Random, person: str, thing: str) -> tuple[list[str], int, list[str], list[str]]:
-    """(sentence, place of the answer in it, question, answer), about a person or a thing of its own."""
+def fact(
+    rng: random.Random, person: str, thing: str
+) -> tuple[list[str], int, list[str], list[str]]:
+    """(sentence, place of the answer in it, question, answer).
+
+    The fact is about this person or this thing.
+    """
     quality, other = rng.sample(QUALITIES, 2)
-    place, number = rng.choice(PLACES), list(str(rng.randrange(1000)))
+    place = rng.choice(PLACES)
+    number = list(str(rng.randrange(1000)))
+    hid = [person, "hid", "the", quality, thing, "in", "the", other, place, "."]
     match rng.randrange(4):
         case 0:
             sentence = ["The", quality, thing, "holds", *number, "coins", "."]
-            return sentence, 4, ["How", "many", "coins", "does", "the", quality, thing, "hold", "?"], number
+            question = ["How", "many", "coins", "does", "the", quality, thing, "hold", "?"]
+            return sentence, 4, question, number
         case 1:
-            sentence = [person, "hid", "the", quality, thing, "in", "the", other, place, "."]
-            return sentence, 6, ["Where", "did", person, "hide", "the", thing, "?"], ["the", other, place]
+            question = ["Where", "did", person, "hide", "the", thing, "?"]
+            return hid, 6, question, ["the", other, place]
         case 2:
-            sentence = [person, "hid", "the", quality, thing, "in", "the", other, place, "."]
-            return sentence, 2, ["What", "did", person, "hide", "?"], ["the", quality, thing]
+            question = ["What", "did", person, "hide", "?"]
+            return hid, 2, question, ["the", quality, thing]
         case _:
             sentence = [person, "lives", "near", "the", other, place, "."]
-            return sentence, 3, ["Where", "does", person, "live", "?"], ["the", other, place]
+            question = ["Where", "does", person, "live", "?"]
+            return sentence, 3, question, ["the", other, place]
 
 
 @dataclass(frozen=True)
@@ -64,17 +81,26 @@ class Passages:
     seed: int = 0  # of the passages
 
     def open(self, model) -> Dataset:
-        most = min(len(PEOPLE), (context_length(model) - 10) // 10)  # a fact and a question have at most 10 and 9 words
+        # a fact has at most 10 words, a question at most 9
+        most = min(len(PEOPLE), (context_length(model) - 10) // 10)
         if not 1 <= self.facts <= most:
-            raise ConfigError(f"data.facts={self.facts}: expected 1 to {most}; each takes 10 of model.context_length")
+            raise ConfigError(
+                f"data.facts={self.facts}: expected 1 to {most}; "
+                "each takes 10 of model.context_length"
+            )
         train, validation = (Questions(self, split, context_length(model)) for split in (0, 1))
-        sample = b"".join(train[i]["tokens"].tobytes() for i in range(16))  # another Python may draw other numbers
+        # another Python may draw other numbers, so the digest has some of them
+        sample = b"".join(train[i]["tokens"].tobytes() for i in range(16))
         digest = hashlib.sha256(f"{self} {train.length} {WORDS}".encode() + sample).hexdigest()
         return Dataset(train, validation, digest, description=str(self), vocab_size=len(WORDS))
 
 
 class Questions:
-    """[CLS] question [SEP] passage: tokens, segment_ids (0: padding), token_types, passage int32 [T], labels int32 [2]."""
+    """[CLS] question [SEP] passage, and where the answer is in it.
+
+    An example has tokens, segment_ids (0: padding), token_types and passage, int32 [T], and labels,
+    int32 [2].
+    """
 
     def __init__(self, config: Passages, split: int, length: int):
         self.config, self.split, self.length = config, split, length
@@ -85,25 +111,33 @@ class Questions:
 
     def _text(self, index: int) -> tuple[list[str], list[str], int, int]:
         """(question, passage, first and last word of the answer in it)."""
-        rng, count = random.Random(f"{self.config.seed} {self.split} {index}"), self.config.facts
+        rng = random.Random(f"{self.config.seed} {self.split} {index}")
+        count = self.config.facts
         people, things = (rng.sample(names, count) for names in (PEOPLE, THINGS))
         facts = [fact(rng, *names) for names in zip(people, things, strict=True)]
         chosen = rng.randrange(count)
         _, begin, question, answer = facts[chosen]
-        first = sum(len(sentence) for sentence, *_ in facts[:chosen]) + begin
-        return question, [word for sentence, *_ in facts for word in sentence], first, first + len(answer) - 1
+        sentences = [sentence for sentence, *_ in facts]
+        passage = [word for sentence in sentences for word in sentence]
+        first = sum(map(len, sentences[:chosen])) + begin
+        return question, passage, first, first + len(answer) - 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         question, passage, first, last = self.text(range(len(self))[index])
-        before, slots = len(question) + 2, np.arange(self.length)
+        words = ["[CLS]", *question, "[SEP]", *passage]
+        start = len(question) + 2  # of the passage
+        positions = np.arange(self.length)
         tokens = np.zeros(self.length, np.int32)
-        tokens[: before + len(passage)] = [IDS[word] for word in ["[CLS]", *question, "[SEP]", *passage]]
-        in_passage = (slots >= before) & (slots < before + len(passage))
+        tokens[: len(words)] = [IDS[word] for word in words]
+        in_passage = (positions >= start) & (positions < len(words))
         return {
-            "tokens": tokens, "segment_ids": (slots < before + len(passage)).astype(np.int32),
-            "token_types": in_passage.astype(np.int32), "passage": in_passage.astype(np.int32),
-            "labels": np.array([before + first, before + last], np.int32), "weights": np.float32(1),
-        }  # fmt: skip
+            "tokens": tokens,
+            "segment_ids": (positions < len(words)).astype(np.int32),
+            "token_types": in_passage.astype(np.int32),
+            "passage": in_passage.astype(np.int32),
+            "labels": np.array([start + first, start + last], np.int32),
+            "weights": np.float32(1),
+        }
 
 
 experiment = Experiment(

@@ -1,7 +1,7 @@
 """A byte-level GPT on the source text of Python's own standard library: nothing to download.
 
-Expected: a sample that looks like Python, and a validation loss of about 1.64 nats a byte on the source of Python 3.11, 1.54 on
-that of 3.13. The texts' unigram entropy is 3.2.
+Expected: a sample that looks like Python, and a validation loss of about 1.64 nats a byte on the
+source of Python 3.11, 1.54 on that of 3.13. The texts' unigram entropy is 3.2.
 Time: about a minute on two CPU cores.
 Command: make train
 """

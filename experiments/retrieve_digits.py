@@ -1,11 +1,13 @@
-"""Which caption belongs to which image? Two towers with a contrastive loss find "three one seven" among a hundred captions.
+"""Which caption belongs to which image? Two towers with a contrastive loss.
 
-CLIP, Radford et al. 2021, arXiv:2103.00020, section 2.3. The model is a class of this file, not a ModelConfig. An image
-is compared with every caption of the batch, also on a mesh, where the batch is one array over all devices. With
---mesh.backend=pmap or --accumulation the loss would see parts of a batch, so both are refused (`whole_batch`).
+They find "three one seven" among a hundred captions. CLIP, Radford et al. 2021, arXiv:2103.00020,
+section 2.3. The model is a class of this file, not a ModelConfig. An image is compared with every
+caption of the batch, also on a mesh, where the batch is one array over all devices. With
+--mesh.backend=pmap or --accumulation the loss would see parts of a batch, so both are refused
+(`whole_batch`).
 Needs pip install 'jaxformer[vision]'.
-Expected: for 97 of 100 unseen images their own caption is the nearest of the 100 (validation_accuracy), and for 98 captions
-their own image (of_texts); all captions differ; seed 0.
+Expected: for 97 of 100 unseen images their own caption is the nearest of the 100
+(validation_accuracy), and for 98 captions their own image (of_texts); all captions differ; seed 0.
 Time: 40 seconds on 2 CPU cores.
 Command: make train EXP=retrieve_digits
 """
@@ -66,13 +68,17 @@ class PairsOfDigits:
 
 @dataclass(frozen=True)
 class TwoTowers:
-    """An image and a text as vectors of length 1 in one space: (images [B, E], texts [B, E], factor of their products)."""
+    """An image and a text as vectors of length 1 in one space.
+
+    `apply` gives (images [B, E], texts [B, E], factor of their products).
+    """
 
     image: ModelConfig
     text: ModelConfig
 
     def spec(self) -> Any:
-        factor = Spec((), (), constant(math.log(1 / 0.07)))  # the logarithm of the factor, as in the paper
+        # the logarithm of the factor, as in the paper
+        factor = Spec((), (), constant(math.log(1 / 0.07)))
         return {"image": models.spec(self.image), "text": models.spec(self.text), "factor": factor}
 
     def evaluation(self) -> "TwoTowers":
@@ -81,7 +87,9 @@ class TwoTowers:
     def apply(self, params, images, tokens, dropout_key, dtype=None):
         image_key, text_key = jax.random.split(dropout_key)
         unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-        image = models.apply(self.image, params["image"], images, dropout_key=image_key, dtype=dtype)
+        image = models.apply(
+            self.image, params["image"], images, dropout_key=image_key, dtype=dtype
+        )
         text = models.apply(self.text, params["text"], tokens, dropout_key=text_key, dtype=dtype)
         # at most 100, as in the paper: an ever larger factor makes training unstable
         return unit(image.logits), unit(text.logits), jnp.minimum(jnp.exp(params["factor"]), 100.0)
@@ -89,9 +97,10 @@ class TwoTowers:
 
 @dataclass(frozen=True)
 class Contrastive:
-    """The mean of two cross entropies: each image picks its text among all of the batch, and each text its image.
+    """The mean of two cross entropies: each image picks its text, and each text its image.
 
-    A row with the same caption as another one is not its wrong answer: neither can be told from the other.
+    They choose from the whole batch. Another row with the same caption does not count as a wrong
+    answer: the two cannot be told apart.
     """
 
     move: Move | None = Move(degrees=5.0, pixels=0.5)  # of each digit, in training
@@ -100,19 +109,27 @@ class Contrastive:
     def evaluation(self) -> "Contrastive":
         return replace(self, move=None)
 
-    def __call__(self, model: TwoTowers, params: Any, batch: dict, context: StepContext) -> LossSums:
+    def __call__(
+        self, model: TwoTowers, params: Any, batch: dict, context: StepContext
+    ) -> LossSums:
         move_key, key = jax.random.split(context.key)
         pixels, weights = batch["images"], batch["weights"]
         pixels = pixels if self.move is None else with_moved_digits(self.move, move_key, pixels)
         images, texts, factor = model.apply(params, pixels, batch["tokens"], key, context.dtype)
         logits = factor * jnp.einsum("ie,te->it", images, texts)
         mine = jnp.arange(len(logits))
-        same = (batch["tokens"][:, None] == batch["tokens"][None]).all(axis=-1) & (mine[:, None] != mine[None])
+        other = mine[:, None] != mine[None]
+        same = (batch["tokens"][:, None] == batch["tokens"][None]).all(axis=-1) & other
         # rows of weight 0 are not the answer to any row
         logits = jnp.where((weights[:, None] * weights[None] > 0) & ~same, logits, -1e9)
-        of_images, of_texts = cross_entropy(logits, mine, weights), cross_entropy(logits.T, mine, weights)
-        accuracies = {"accuracy": (of_images.correct, of_images.weight), "of_texts": (of_texts.correct, of_texts.weight)}
-        return LossSums((of_images.loss + of_texts.loss) / 2, of_images.weight, accuracies, unit="pairs")
+        of_images = cross_entropy(logits, mine, weights)
+        of_texts = cross_entropy(logits.T, mine, weights)
+        accuracies = {
+            "accuracy": (of_images.correct, of_images.weight),
+            "of_texts": (of_texts.correct, of_texts.weight),
+        }
+        loss = (of_images.loss + of_texts.loss) / 2
+        return LossSums(loss, of_images.weight, accuracies, unit="pairs")
 
 
 patches = Patches(image=(8, 24), patch=(4, 4), channels=1, class_token=False)

@@ -1,7 +1,9 @@
-"""Sequence reversal, a textbook example: one post-norm encoder layer reads four tokens and gives them in reverse order.
+"""Sequence reversal, a textbook example: an encoder reads four tokens and reverses their order.
 
-Expected: training accuracy 100 %, loss below 1e-2; the first loss is near ln 8 = 2.079, the loss of guessing. Each of the four
-heads has 0.78 to 0.83 of its weight on the anti-diagonal (seed 0): `python -m jaxformer report reverse` draws them.
+The encoder is one post-norm layer.
+Expected: training accuracy 100 %, loss below 1e-2; the first loss is near ln 8 = 2.079, the loss of
+guessing. Each of the four heads has 0.78 to 0.83 of its weight on the anti-diagonal (seed 0):
+`python -m jaxformer report reverse` draws them.
 Time: about ten seconds on two CPU cores.
 Command: make train EXP=reverse
 """

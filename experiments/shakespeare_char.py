@@ -1,7 +1,9 @@
-"""Characters of Shakespeare: nanoGPT's smallest recipe in its CPU size (https://github.com/karpathy/nanoGPT, README).
+"""Characters of Shakespeare: nanoGPT's smallest recipe in its CPU size.
 
-The learning rate is twice nanoGPT's. With nanoGPT's 1e-3 the loss is still falling after 2000 steps (1.896, 1.898, 1.906 for
-three seeds). Expected: validation loss 1.81 to 1.82 over the whole split (nanoGPT's own code and rate, same measure: 1.898).
+https://github.com/karpathy/nanoGPT, README. The learning rate is twice nanoGPT's. With nanoGPT's
+1e-3 the loss is still falling after 2000 steps (1.896, 1.898, 1.906 for three seeds).
+Expected: validation loss 1.81 to 1.82 over the whole split (nanoGPT's own code and rate, same
+measure: 1.898).
 Time: about a minute and a half on two CPU cores.
 Command: make train EXP=shakespeare_char ARGS="--data.path=tinyshakespeare.txt"
 """
@@ -24,7 +26,8 @@ experiment = Experiment(
     data=Text(
         path="tinyshakespeare.txt",
         tokenizer="characters",
-        origin="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt (1.1 MB)",
+        origin="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
+        "input.txt (1.1 MB)",
     ),
     optimizer=AdamW(learning_rate=2e-3, b2=0.99),
     schedule=Cosine(warmup=100, final=0.1),

@@ -1,8 +1,9 @@
 """Characters of Shakespeare: nanoGPT's recipe in its GPU size, 10.6 M parameters.
 
-Expected: best validation loss about 1.47 (nanoGPT's README: 1.4697); later it overfits, and the best checkpoint is
-kept. Time: 3 minutes on one A100 by nanoGPT's README; not run by us. Hours on two CPU cores. Command: make
-train EXP=shakespeare_char_gpu ARGS="--data.path=tinyshakespeare.txt"
+Expected: best validation loss about 1.47 (nanoGPT's README: 1.4697); later it overfits, and the
+best checkpoint is kept.
+Time: 3 minutes on one A100 by nanoGPT's README; not run by us. Hours on two CPU cores.
+Command: make train EXP=shakespeare_char_gpu ARGS="--data.path=tinyshakespeare.txt"
 """
 
 from dataclasses import replace

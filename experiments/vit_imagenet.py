@@ -1,14 +1,18 @@
-"""ViT-S/16 on ImageNet-1k, 90 epochs: Beyer et al. 2022, arXiv:2205.01580, "Better plain ViT baselines for ImageNet-1k".
+"""ViT-S/16 on ImageNet-1k, 90 epochs: "Better plain ViT baselines for ImageNet-1k".
 
-The model is that of Dosovitskiy et al. 2020, arXiv:2010.11929, without a class token: the mean of the patches is classified.
-The paper's recipe: batches of 1024, a rate of 1e-3 after 10,000 steps, then a cosine, weight decay, Inception crops, flips.
-The paper also has RandAugment, Mixup and fixed sinusoidal positions, and crops the original picture; here the picture is first
-scaled and cut to 224 x 224.
+Beyer et al. 2022, arXiv:2205.01580. The model is that of Dosovitskiy et al. 2020, arXiv:2010.11929,
+without a class token: the mean of the patches is classified. The paper's recipe: batches of 1024, a
+rate of 1e-3 after 10,000 steps, then a cosine, weight decay, Inception crops, flips. The paper also
+has RandAugment, Mixup and fixed sinusoidal positions, and crops the original picture; here the
+picture is first scaled and cut to 224 x 224.
 Expected: the paper has an accuracy of 76.5 % on validation; this should be a little below.
-NOT RUN by us: we do not have ImageNet. A test runs two steps of a small version on a folder of generated images.
+NOT RUN by us: we do not have ImageNet. A test runs two steps of a small version on a folder of
+generated images.
 Time: not measured. Needs pip install 'jaxformer[vision]'.
-Command: make train EXP=vit_imagenet ARGS="--data.train=imagenet/train --data.validation=imagenet/val --mesh.data=-1"
-Both folders have a folder of JPEG files for each class. --data.bad-rows=skip leaves out files that cannot be read.
+Data: the folders imagenet/train and imagenet/val, or --data.train=DIR and --data.validation=DIR.
+Each has a folder of JPEG files for each class. --data.bad-rows=skip leaves out files that cannot be
+read.
+Command: make train EXP=vit_imagenet ARGS="--mesh.data=-1"
 """
 
 from dataclasses import replace

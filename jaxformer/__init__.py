@@ -1,7 +1,7 @@
 """jaxformer: transformers as pure functions in JAX.
 
-Submodules load on first use: `from jaxformer import masks, models, ops` costs what they need and no more.
-`jaxformer.open_run("runs/quickstart-1a2b3c4d")` opens what was trained.
+Submodules load on first use: `from jaxformer import masks, models, ops` imports only what they
+need. `jaxformer.open_run("runs/quickstart-1a2b3c4d")` opens a trained run.
 """
 
 import importlib
@@ -9,7 +9,10 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-_PARTS = sorted({path.stem for path in Path(__file__).parent.iterdir() if not path.name.startswith("_")} - {"cli", "builtin"})
+_PARTS = sorted(
+    {path.stem for path in Path(__file__).parent.iterdir() if not path.name.startswith("_")}
+    - {"cli", "builtin"}
+)
 
 
 def __getattr__(name: str):

@@ -11,7 +11,7 @@ def run() -> int:
 
 
 def read_paths_as_utf8() -> None:
-    """Starts Python again, in this process, where the locale has another encoding: paths, texts and samples are UTF-8."""
+    """Starts Python again in this process if the locale is not UTF-8: paths and texts are UTF-8."""
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

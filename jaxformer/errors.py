@@ -11,7 +11,10 @@ from typing import Any, get_args
 
 
 class ConfigError(ValueError):
-    """The user's input is at fault. The message is one line: what, where, what was expected, what to do."""
+    """The user's input is at fault.
+
+    The message is one line: what was wrong, where, what was expected, what to do.
+    """
 
     def __init__(self, message: object):
         super().__init__(" ".join(line.strip() for line in str(message).splitlines()))
@@ -34,45 +37,67 @@ def check_whole(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_numbers(prefix: str, config: Any, /, **least: int | float) -> None:
-    """Raises ConfigError for a field below its `least`, for NaN and infinity, and for 1.5 where the class declares `int`.
+    """Raises ConfigError for a field below its bound in `least`, and for NaN and infinity.
 
-    None passes where the class declares it. What is no number, such as a tuple, is not looked at.
+    A field that the class declares `int` must be whole: 1.5 is refused. None passes if the class
+    declares it. A value that is no number, such as a tuple, is not checked.
     """
     declared = {field.name: field.type for field in dataclasses.fields(config)}
     for name, bound in least.items():
-        value, kinds = getattr(config, name), (declared[name], *get_args(declared[name]))
+        value = getattr(config, name)
+        kinds = declared[name], *get_args(declared[name])
         if value is None and type(None) in kinds:
             continue
         if isinstance(value, str | tuple | list):
             continue
-        whole = float not in kinds
-        right = isinstance(value, numbers.Integral) if whole else _is_real(value) and math.isfinite(value)
-        if not (right and value >= bound):
-            kind = "a whole number" if whole else "a finite number"
-            least_words = f" of at least {bound:g}" if bound > -math.inf else ""
-            none = ", or None" if type(None) in kinds else ""
-            raise ConfigError(f"{prefix}{name}={value}: expected {kind}{least_words}{none}")
+        if float in kinds:
+            expected = "a finite number"
+            is_right = _is_real(value) and math.isfinite(value)
+        else:
+            expected = "a whole number"
+            is_right = isinstance(value, numbers.Integral)
+        if not (is_right and value >= bound):
+            of_at_least = f" of at least {bound:g}" if bound > -math.inf else ""
+            or_none = ", or None" if type(None) in kinds else ""
+            raise ConfigError(f"{prefix}{name}={value}: expected {expected}{of_at_least}{or_none}")
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """'; did you mean NAME?' or nothing: by the last part of a dotted name, by initials (lr, learning-rate), by letters."""
+    """'; did you mean NAME?', or '' if no choice is near.
+
+    Names are compared by the last part of a dotted name, by initials (lr, learning-rate), and by
+    letters.
+    """
     choices = list(choices)
 
     def last(name):
         return name.split(".")[-1].strip("-'")
 
-    same_end = [name for name in choices if last(name) == last(word)]
-    if not same_end and len(last(word)) > 1:
-        same_end = [name for name in choices if "".join(re.findall(r"(?:^|[-_])(\w)", last(name))) == last(word)]
-    cutoff = 0.0 if same_end else 0.75 if "." in word else 0.6  # dotted names are alike by their shared beginning
-    found = difflib.get_close_matches(word, same_end or choices, n=1, cutoff=cutoff)
-    return f"; did you mean {found[0]}?" if found else ""
+    def initials(name):
+        return "".join(re.findall(r"(?:^|[-_])(\w)", name))
+
+    candidates = [name for name in choices if last(name) == last(word)]
+    if not candidates and len(last(word)) > 1:
+        candidates = [name for name in choices if initials(last(name)) == last(word)]
+    if candidates:
+        cutoff = 0.0
+    else:
+        candidates = choices
+        # dotted names share their beginning, so they must be nearer
+        cutoff = 0.75 if "." in word else 0.6
+    nearest = difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 @contextlib.contextmanager
 def package_of(extra: str) -> Iterator[None]:
-    """Around an import of a package that only an extra of ours installs. Raises ConfigError where it is missing."""
+    """A context for an import of a package that one of our extras installs.
+
+    Raises ConfigError if the package is missing.
+    """
     try:
         yield
     except ImportError as error:
-        raise ConfigError(f"this needs the package {error.name}; pip install 'jaxformer[{extra}]'") from None
+        raise ConfigError(
+            f"this needs the package {error.name}; pip install 'jaxformer[{extra}]'"
+        ) from None

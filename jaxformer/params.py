@@ -1,4 +1,7 @@
-"""Parameters declared once: a nested dict of `Spec` gives initial values, abstract tree, count, paths and masks."""
+"""Parameters declared once, as a nested dict of `Spec`.
+
+The declaration gives initial values, the abstract tree, the count, paths and masks.
+"""
 
 import math
 import re
@@ -21,12 +24,13 @@ SEEDS = 2**64  # a key of JAX holds 64 bits
 
 @dataclass(frozen=True)
 class Spec:
-    """One parameter: its shape, a logical name for each axis, and how it starts.
+    """One parameter: its shape, a logical name for each axis, and its initial values.
 
-    `init(key, shape, dtype) -> array` is any of `jax.nn.initializers`. `contracts` names the axes that a product sums
-    over (the inputs of the layer); optimizers such as Muon read matrices from it. It is empty for what is not a matrix.
-    `rate` is a factor of the learning rate (`models.mup`). `trained=False` declares a variable: it has no gradient and no
-    optimizer state, and a step changes it by the `updates` of the model or the objective (`ops.losses.LossSums`).
+    `init(key, shape, dtype) -> array` is any of `jax.nn.initializers`. `contracts` names the axes
+    that a product sums over: the inputs of the layer. Optimizers such as Muon recognise matrices by
+    it; for other parameters it is empty. `rate` is a factor of the learning rate (`models.mup`).
+    `trained=False` declares a variable. A variable has no gradient and no optimizer state. A step
+    changes it by the `updates` of the model or of the objective (`ops.losses.LossSums`).
     """
 
     shape: tuple[int, ...]
@@ -37,7 +41,7 @@ class Spec:
     trained: bool = True
 
     def __describe__(self) -> dict[str, Any]:
-        """Its fields. `trained` came after some runs, whose names must stay."""
+        """Its fields, without `trained=True`: names of older runs know no field `trained`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.trained:
             del values["trained"]
@@ -45,53 +49,72 @@ class Spec:
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
-            raise ValueError(f"Spec: shape {self.shape} has {len(self.shape)} axes, names {self.axes} {len(self.axes)}")
+            raise ValueError(
+                f"Spec: shape {self.shape} has {len(self.shape)} axes, "
+                f"names {self.axes} {len(self.axes)}"
+            )
 
 
-def linear(shape, axes, contracts: tuple[str, ...], init: Callable, bias: bool = True) -> dict[str, Spec]:
-    """A linear map: a kernel that sums over the axes `contracts`, and a bias over its other axes, at zero."""
+def linear(
+    shape, axes, contracts: tuple[str, ...], init: Callable, bias: bool = True
+) -> dict[str, Spec]:
+    """A linear map: a kernel that sums over the axes `contracts`, and a bias over the other axes.
+
+    The bias starts at zero.
+    """
     tree = {"kernel": Spec(shape, axes, init, contracts)}
     if bias:
-        kept = [i for i, axis in enumerate(axes) if axis not in contracts]
-        tree["bias"] = Spec(tuple(shape[i] for i in kept), tuple(axes[i] for i in kept), zeros)
+        outputs = [i for i, axis in enumerate(axes) if axis not in contracts]
+        bias_shape = tuple(shape[i] for i in outputs)
+        bias_axes = tuple(axes[i] for i in outputs)
+        tree["bias"] = Spec(bias_shape, bias_axes, zeros)
     return tree
 
 
 def scale_init(init: Callable, factor: float) -> Callable:
-    """The initial values of `init` times a factor."""
+    """The initial values of `init`, multiplied by `factor`."""
     return lambda key, shape, dtype: factor * init(key, shape, dtype)
 
 
-def stack(spec: Tree, layers: int, *turns: Tree) -> Tree:
-    """The same parameters for `layers` layers, along a new first axis `layers`; each layer draws its own values.
+def stack(spec: Tree, layers: int, *others: Tree) -> Tree:
+    """The same parameters for `layers` layers, along a new first axis `layers`.
 
-    `turns` are specs that differ from `spec` only in their initial values: the layers take the values of `spec` and of these
-    in turn.
+    Each layer draws its own values. `others` are specs that differ from `spec` only in their
+    initial values: layer i uses the i-th of `spec` and `others`, repeated over the layers.
     """
 
-    def init_layers(inits: list[Callable], key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-        def draw(init, layer):
-            return init(jax.random.fold_in(key, layer), shape[1:], dtype)
+    def stacked(leaf, *other_leaves):
+        inits = [each.init for each in (leaf, *other_leaves)]
+        return replace(
+            leaf,
+            shape=(layers, *leaf.shape),
+            axes=("layers", *leaf.axes),
+            init=partial(init_layers, inits),
+        )
 
-        drawn = [jax.vmap(partial(draw, init))(jnp.arange(i, shape[0], len(inits))) for i, init in enumerate(inits)]
-        if len(inits) == 1:
-            return drawn[0]
-        x = jnp.zeros(shape, dtype)
-        for i, values in enumerate(drawn):
-            x = x.at[i :: len(inits)].set(values)
-        return x
+    return jax.tree.map(stacked, spec, *others)
 
-    def sizes(leaf):
-        return {"shape": (layers, *leaf.shape), "axes": ("layers", *leaf.axes)}
 
-    def stacked(*each):
-        return replace(each[0], **sizes(each[0]), init=partial(init_layers, [leaf.init for leaf in each]))
+def init_layers(inits: list[Callable], key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Initial values of stacked layers `[L, ...]`: layer i draws by `inits[i mod n]`."""
 
-    return jax.tree.map(stacked, spec, *turns)
+    def draw(init, layer):
+        return init(jax.random.fold_in(key, layer), shape[1:], dtype)
+
+    n = len(inits)
+    drawn = [
+        jax.vmap(partial(draw, init))(jnp.arange(i, shape[0], n)) for i, init in enumerate(inits)
+    ]
+    if n == 1:
+        return drawn[0]
+    x = jnp.zeros(shape, dtype)
+    for i, values in enumerate(drawn):
+        x = x.at[i::n].set(values)
+    return x
 
 
 def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
-    """Initial values. A leaf's key depends on its path alone, so adding a parameter changes no other."""
+    """Initial values. A leaf's key depends on its path alone: a new parameter changes no other."""
 
     def draw(name, leaf):
         return leaf.init(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
@@ -100,15 +123,16 @@ def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
 
 
 def check_seed(seed: int, name: str = "seed") -> None:
-    """Raises ConfigError for a seed that no key holds: it would draw the numbers of another one."""
+    """Raises ConfigError for a seed that does not fit into a key: it would equal another seed."""
     if not 0 <= int(seed) < SEEDS:  # JAX's integers cannot be compared with such a large one
         raise ConfigError(f"{name}={seed}: must be in 0 ... {SEEDS - 1}, the 64 bits of a key")
 
 
 def random_key(seed: int, name: str = "seed") -> jax.Array:
-    """`jax.random.key` of a seed that `check_seed` accepts, with all of its bits.
+    """`jax.random.key` of a seed that `check_seed` accepts, with all 64 bits of the seed.
 
-    Where 64-bit numbers are off, which is JAX's default, `jax.random.key` itself cuts a seed to 32 bits: 2^32 is 0 to it.
+    By default JAX has no 64-bit numbers, and `jax.random.key` then cuts a seed to 32 bits, so that
+    2^32 would equal 0.
     """
     check_seed(seed, name)
     key = jax.random.key(seed % 2**32)
@@ -124,12 +148,12 @@ def abstract(spec: Tree, dtype=jnp.float32) -> Tree:
 
 
 def count(spec: Tree) -> int:
-    """How many numbers the tree holds; works on specs, abstract trees and arrays alike."""
+    """The number of scalars in the tree; works on specs, abstract trees and arrays alike."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(spec))
 
 
 def map_with_name(function: Callable, tree: Tree) -> Tree:
-    """`function(name, leaf)` of every leaf, with names such as `layers/attention/query/kernel`."""
+    """`function(name, leaf)` for every leaf; a name is like `layers/attention/query/kernel`."""
     name = partial(jax.tree_util.keystr, simple=True, separator="/")
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name(path), leaf), tree)
 
@@ -146,9 +170,11 @@ def paths(tree: Tree) -> dict[str, Any]:
 
 
 def mismatch(spec: Tree, tree: Tree, unused: str = "$^", path: str = "") -> str | None:
-    """One line on the first leaf that only one of the two trees has, or whose shapes differ; None where they agree.
+    """One line on the first difference between the trees, or None if they agree.
 
-    The tree may hold more where the regular expression `unused` matches. A leaf without a shape (quantised) agrees with any.
+    A difference is a leaf that only one tree has, or that has another shape. The tree may have more
+    leaves where the regular expression `unused` matches. A leaf without a shape (quantised) agrees
+    with any shape.
     """
     if isinstance(spec, Spec):
         if tree is None:
@@ -161,16 +187,18 @@ def mismatch(spec: Tree, tree: Tree, unused: str = "$^", path: str = "") -> str 
     for name in sorted({**spec, **tree}):
         inner = f"{path}/{name}" if path else name
         if name in spec:
-            found = mismatch(spec[name], tree.get(name), unused, inner)
+            problem = mismatch(spec[name], tree.get(name), unused, inner)
+        elif re.search(unused, inner):
+            problem = None
         else:
-            found = None if re.search(unused, inner) else f"{inner} is no parameter of this config"
-        if found:
-            return found
+            problem = f"{inner} is no parameter of this config"
+        if problem:
+            return problem
     return None
 
 
 def check_pattern(name: str, pattern: str | None) -> None:
-    """Raises ConfigError where the pattern of an option is no regular expression."""
+    """Raises ConfigError if the pattern of an option is no regular expression."""
     try:
         re.compile(pattern or "")
     except re.error as error:
@@ -178,5 +206,8 @@ def check_pattern(name: str, pattern: str | None) -> None:
 
 
 def mask(tree: Tree, pattern: str) -> Tree:
-    """True where the regular expression matches somewhere in the leaf's path (weight decay, freezing)."""
+    """True where the regular expression matches somewhere in the leaf's path.
+
+    Used for weight decay and freezing.
+    """
     return map_with_name(lambda name, _: bool(re.search(pattern, name)), tree)

@@ -20,30 +20,43 @@ Rules = dict[str, tuple[str, ...]]
 
 _TENSOR: Rules = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("tensor",))
 PARAMETERS: Rules = {"embed": ("fsdp",), **_TENSOR, "expert": ("expert",), "layers": ("stage",)}
-ACTIVATIONS: Rules = {"batch": ("data", "fsdp", "expert", "stage"), "length": ("context",), **_TENSOR, "expert": ("expert",)}
+ACTIVATIONS: Rules = {
+    "batch": ("data", "fsdp", "expert", "stage"),
+    "length": ("context",),
+    **_TENSOR,
+    "expert": ("expert",),
+}
 UNSPLIT = ("head", "class", "channel", "line", "column", "rank")  # axes that no rule splits
-AXES = tuple(dict.fromkeys((*PARAMETERS, *ACTIVATIONS, *UNSPLIT)))  # every logical name that a `Spec` may have
+# every logical name that an axis of a `Spec` may have
+AXES = tuple(dict.fromkeys((*PARAMETERS, *ACTIVATIONS, *UNSPLIT)))
 
 
 def unknown_axis(spec: Tree) -> str | None:
-    """One line on the first leaf with an axis that is none of `AXES`, which no rule would split; None where there is none."""
+    """One line on the first leaf with an axis that is not in `AXES`, or None.
+
+    No rule would split such an axis.
+    """
     for path, leaf in paths(spec).items():
         for axis in leaf.axes:
             if axis is not None and axis not in AXES:
                 advice = f"expected one of {', '.join(AXES)}, or None for an axis that is not split"
-                return f"parameter {path}: unknown axis {axis!r} in its axes {leaf.axes}; {advice}{did_you_mean(axis, AXES)}"
+                return (
+                    f"parameter {path}: unknown axis {axis!r} in its axes {leaf.axes}; "
+                    f"{advice}{did_you_mean(axis, AXES)}"
+                )
     return None
 
 
 def partition_specs(spec: Tree, mesh: AnyMesh, rules: Rules = PARAMETERS) -> Tree:
     """A PartitionSpec for each `Spec` of a tree.
 
-    Raises ConfigError for a dimension that does not divide among its devices, with the nearest sizes that do, and for a
-    leaf two of whose axes would be split over the same devices.
+    Raises ConfigError for a dimension that does not divide among its devices, with the nearest
+    sizes that do, and for a leaf with two axes that would be split over the same devices.
     """
 
     def partition_spec(path: str, leaf: Spec) -> P:
-        entries, used = [], {}
+        entries = []
+        used: dict[str, str | None] = {}  # mesh axis: the axis of the leaf that it splits
         for size, axis in zip(leaf.shape, leaf.axes, strict=True):
             names = tuple(name for name in rules.get(axis or "", ()) if mesh.shape.get(name, 1) > 1)
             for name in names:
@@ -56,7 +69,9 @@ def partition_specs(spec: Tree, mesh: AnyMesh, rules: Rules = PARAMETERS) -> Tre
                 near = f"{size - rest} or {size - rest + parts}" if size > rest else str(parts)
                 devices = " x ".join(f"mesh.{name}={mesh.shape[name]}" for name in names)
                 advice = f"sizes that do: {near}; or a mesh axis that divides {size}"
-                raise ConfigError(f"{path}: {axis}={size} does not divide among {devices}; {advice}")
+                raise ConfigError(
+                    f"{path}: {axis}={size} does not divide among {devices}; {advice}"
+                )
             entries.append(_entry(names))
         return P(*entries)
 
@@ -74,67 +89,97 @@ def shardings(spec: Tree, mesh: jax.sharding.Mesh) -> Tree:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, batch: dict[str, Any]) -> dict[str, NamedSharding]:
-    """The sharding of a batch `[B, T, ...]`: examples over the axes of `batch`, positions over `context`."""
-    return {key: NamedSharding(mesh, _activation_spec(x.shape, ("batch", "length"), mesh)) for key, x in batch.items()}
+    """The sharding of a batch `[B, T, ...]`: examples and positions by the rules of activations."""
+    return {
+        key: NamedSharding(mesh, _activation_spec(x.shape, ("batch", "length"), mesh))
+        for key, x in batch.items()
+    }
 
 
-def _activation_spec(shape: tuple[int, ...], names: tuple[str | None, ...], mesh: AnyMesh | None = None) -> P:
+def _activation_spec(
+    shape: tuple[int, ...], names: tuple[str | None, ...], mesh: AnyMesh | None = None
+) -> P:
     """How the rules split an activation whose first axes have these names."""
-    return P(*(_entry(mesh_axes(name, size, mesh)) for size, name in zip(shape, names, strict=False)))
+    return P(
+        *(_entry(mesh_axes(name, size, mesh)) for size, name in zip(shape, names, strict=False))
+    )
 
 
 def mesh_axes(name: str | None, size: int, mesh: AnyMesh | None = None) -> tuple[str, ...]:
-    """The mesh axes that split an activation's axis of that name and size: the first of its rule, as long as they divide it.
+    """The mesh axes that split an activation's axis of that name and size.
 
-    The mesh is that of `jax.set_mesh` by default; without one, (). Axes that `jax.shard_map` made manual are left out.
+    They are the first mesh axes of the name's rule, up to the first that does not divide the size.
+    The mesh is that of `jax.set_mesh` by default; without a mesh the result is (). Axes that
+    `jax.shard_map` made manual are left out.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    found = ()
+    axes: tuple[str, ...] = ()
     for axis in ACTIVATIONS.get(name or "", ()):
-        if mesh.shape.get(axis, 1) == 1 or kinds[axis] == AxisType.Manual:  # a user's mesh may lack our axes
+        # a user's mesh may lack our axes
+        if mesh.shape.get(axis, 1) == 1 or kinds[axis] == AxisType.Manual:
             continue
         if size % mesh.shape[axis]:
             break
-        size, found = size // mesh.shape[axis], (*found, axis)
-    return found
+        size //= mesh.shape[axis]
+        axes = *axes, axis
+    return axes
 
 
 def with_logical_constraint(x: Array, *names: str | None) -> Array:
-    """x with its logical axes `names` split by the rules of activations; x itself without a mesh (`jax.set_mesh`)."""
+    """x with its logical axes `names` split by the rules of activations.
+
+    Returns x itself without a mesh (`jax.set_mesh`).
+    """
     if len(names) != x.ndim:
-        raise ValueError(f"with_logical_constraint: {len(names)} names {names} for an array of shape {x.shape}")
+        raise ValueError(
+            f"with_logical_constraint: {len(names)} names {names} for an array of shape {x.shape}"
+        )
     return with_sharding(x, _activation_spec(x.shape, names)) if is_split() else x
 
 
 def is_split() -> bool:
-    """Whether there is a mesh (`jax.set_mesh`) with an axis of several devices that `jax.shard_map` has not made manual."""
+    """Whether the mesh (`jax.set_mesh`) has an axis of several devices that is not manual.
+
+    `jax.shard_map` makes axes manual.
+    """
     return any(jax.sharding.get_abstract_mesh().shape[axis] > 1 for axis in auto_axis_names())
 
 
 def auto_axis_names() -> list[str]:
     """The axes of the mesh (`jax.set_mesh`) that `jax.shard_map` has not made manual."""
     mesh = jax.sharding.get_abstract_mesh()
-    return [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual]
+    return [
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind != AxisType.Manual
+    ]
 
 
 def with_sharding(x: Array, spec: P) -> Array:
-    """x split by `spec`: a reshard under Explicit axes, a constraint for the compiler under Auto axes."""
+    """x split by `spec`: a reshard under Explicit axes, a compiler constraint under Auto axes."""
     return (jax.sharding.reshard if is_explicit() else jax.lax.with_sharding_constraint)(x, spec)
 
 
 def with_spec_sharding(tree: Tree, spec: Tree, rules: Rules) -> Tree:
-    """Arrays with the axes that `spec` declares, split by the rules; unchanged without a mesh (`jax.set_mesh`)."""
+    """Arrays with the axes that `spec` declares, split by the rules.
+
+    Returns the arrays unchanged without a mesh (`jax.set_mesh`).
+    """
     if not is_split():
         return tree
-    return jax.tree.map(with_sharding, tree, partition_specs(spec, jax.sharding.get_abstract_mesh(), rules))
+    return jax.tree.map(
+        with_sharding, tree, partition_specs(spec, jax.sharding.get_abstract_mesh(), rules)
+    )
 
 
 def all_gather_weights(params: Tree, spec: Callable[[], Tree], dtype) -> Tree:
-    """Parameters of a layer, gathered over `fsdp` for its products; the identity without a mesh (`jax.set_mesh`).
+    """Parameters of a layer, gathered over `fsdp` for its products.
 
-    Each weight has one all-gather a pass, of matrices in `dtype`, to which products round them anyway, and its gradient one
-    reduce-scatter, in its own precision. `spec()` declares the same tree. `ops.mixture` gathers routed experts itself.
+    Returns the parameters unchanged without a mesh (`jax.set_mesh`). Each weight has one all-gather
+    in each pass. A matrix is gathered in `dtype`, because products round it to `dtype` anyway. Its
+    gradient has one reduce-scatter, in its own precision. `spec()` declares the same tree.
+    `ops.mixture` gathers routed experts itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("fsdp", 1) == 1:
@@ -152,9 +197,13 @@ def all_gather_weights(params: Tree, spec: Callable[[], Tree], dtype) -> Tree:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def all_gather_weight(dtype, gathered: P, split: P, leaf: Array) -> Array:
-    """One parameter, split as `gathered` and rounded to `dtype`, in its own dtype; its gradient is split as `split`."""
-    # Without a constraint before and after the cast, the compiler gathers earlier: in the parameter's own precision, and
-    # outside of the layer, which keeps the gathered weight alive until the backward pass.
+    """One parameter, split as `gathered`, rounded to `dtype` but stored in its own dtype.
+
+    Its gradient is split as `split`.
+    """
+    # Without a constraint before and after the cast, the compiler gathers earlier: in the
+    # parameter's own precision, and outside of the layer, which keeps the gathered weight alive
+    # until the backward pass.
     narrow = with_sharding(with_sharding(leaf, split).astype(dtype), split)
     return with_sharding(narrow, gathered).astype(leaf.dtype)
 
@@ -166,9 +215,13 @@ all_gather_weight.defvjp(
 
 
 def reduce_scatter(x: Array, axis: str) -> Array:
-    """The sum of x over a manual mesh axis, of whose first axis each device keeps its part; along the rings of a torus."""
-    # Over 16 devices or more, libtpu 0.0.42 makes an all-reduce of one psum_scatter. Two over groups stay what they are: first
-    # over every 16th device (columns of a 16 x 16 torus), then over 16 neighbours (rows).
+    """The sum of x over a manual mesh axis; each device keeps its part of x's first axis.
+
+    The sum runs along the rings of a torus.
+    """
+    # Over 16 devices or more, libtpu 0.0.42 turns one psum_scatter into an all-reduce. It does not
+    # change two psum_scatters over groups: first over every 16th device (columns of a 16 x 16
+    # torus), then over 16 neighbours (rows).
     size = jax.lax.axis_size(axis)
     inner = 16 if size > 16 else 4
     if size < 16 or size % inner:
@@ -190,32 +243,38 @@ def psum_scatter(x: Array, axes, **options) -> Array:
 
 
 def wide_on_cpu(exchange: Callable[[Array], Array], x: Array) -> Array:
-    """exchange(x); on CPU 16 bits are 32 in it, and so in its transpose, which may be a sum.
+    """exchange(x), where 16-bit floats are 32 bits on CPU.
 
-    XLA:CPU (jax 0.10.2) widens sums itself, and aborts where some mesh axes are not manual.
+    The transpose of `exchange`, which may be a sum, is in 32 bits too. XLA:CPU (jax 0.10.2) widens
+    sums itself, but aborts if some mesh axes are not manual.
     """
     if x.dtype.itemsize >= 4 or not jnp.issubdtype(x.dtype, jnp.floating):
         return exchange(x)
-    return jax.lax.platform_dependent(x, cpu=lambda x: exchange(x.astype(jnp.float32)).astype(x.dtype), default=exchange)
+    return jax.lax.platform_dependent(
+        x, cpu=lambda x: exchange(x.astype(jnp.float32)).astype(x.dtype), default=exchange
+    )
 
 
 def varying(x: Array, axes: Iterable[str]) -> Array:
-    """x as an array that may differ along these manual mesh axes; the transpose is a sum over them."""
+    """x as an array that may differ along these manual mesh axes; the transpose sums over them."""
     axes = tuple(set(axes) - jax.typeof(x).manual_axis_type.varying)
     return wide_on_cpu(lambda x: jax.lax.pcast(x, axes, to="varying"), x) if axes else x
 
 
 def alike(*arrays: Array) -> list[Array]:
-    """Arrays that may differ along the same manual mesh axes, which a custom VJP and the carry of a loop need."""
+    """The arrays, so that all may differ along the same manual mesh axes.
+
+    A custom VJP and the carry of a loop need this.
+    """
     axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
     return [varying(a, axes) for a in arrays]
 
 
 def platform() -> str:
-    """Where a program will run: "cpu", "gpu", "tpu".
+    """The platform of a program: "cpu", "gpu", "tpu".
 
-    It is the platform of the mesh, which may be absent from this machine; else that of `jax.default_device`; else that of
-    this process.
+    It is the platform of the mesh, which may be absent from this machine. Without a mesh it is that
+    of `jax.default_device`, or else that of this process.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
     if device is None:
@@ -224,7 +283,10 @@ def platform() -> str:
 
 
 def is_one_cpu() -> bool:
-    """Whether a program is for one CPU device. A mesh of several stands for a pod of TPUs, and has its program."""
+    """Whether a program is for one CPU device.
+
+    A mesh of several CPU devices stands for a pod of TPUs, and gets the program of a pod.
+    """
     return platform() == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
 
 
@@ -234,16 +296,22 @@ def is_explicit() -> bool:
 
 
 def auto_axes(specs: P | Callable[..., Tree]) -> Callable[[Function], Function]:
-    """Decorator of a public function: under Explicit axes its inside is left to the compiler, as under Auto axes.
+    """Decorator of a public function: its inside is left to the compiler even under Explicit axes.
 
-    JAX refuses there what does not follow from the operands' sharding: a product summed over a split axis, a look-up in a split
-    table. `specs`: of the results, a PartitionSpec or a function (shapes of the results, *args, **kwargs) -> a tree of them.
+    Under Explicit axes, JAX refuses operations whose sharding does not follow from the operands: a
+    product summed over a split axis, a look-up in a split table. `specs` are those of the results:
+    a PartitionSpec, or a function (shapes of the results, *args, **kwargs) -> a tree of them.
     """
-    return lambda function: wraps(function)(lambda *args, **kwargs: _run(function, specs, args, kwargs))  # type: ignore
+    return lambda function: wraps(function)(  # type: ignore
+        lambda *args, **kwargs: _run(function, specs, args, kwargs)
+    )
 
 
 def _run(function: Callable, specs: P | Callable[..., Tree], args: tuple, kwargs: dict) -> Tree:
-    """`function(*args, **kwargs)`, under Explicit axes inside of `jax.sharding.auto_axes`, which takes arrays alone."""
+    """`function(*args, **kwargs)`; under Explicit axes, inside of `jax.sharding.auto_axes`.
+
+    `jax.sharding.auto_axes` takes only arrays, so the other arguments are put aside.
+    """
     if not (is_split() and is_explicit()):
         return function(*args, **kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
@@ -262,41 +330,57 @@ def _run(function: Callable, specs: P | Callable[..., Tree], args: tuple, kwargs
 
 
 def activation_specs(names: Callable[[str, Any], tuple[str | None, ...]]) -> Callable[..., Tree]:
-    """For `auto_axes`: how the rules split a tree of arrays whose first logical axes are `names(path, leaf)`."""
-    return lambda shapes, *_, **__: map_with_name(lambda path, x: _activation_spec(x.shape, names(path, x)), shapes)
+    """The `specs` of `auto_axes` for results whose first logical axes are `names(path, leaf)`.
+
+    The rules split them.
+    """
+    return lambda shapes, *_, **__: map_with_name(
+        lambda path, x: _activation_spec(x.shape, names(path, x)), shapes
+    )
 
 
 def on_host(tree: Tree) -> Tree:
-    """Arrays as NumPy's. One that is split over processes is gathered, so that all of them must call it."""
+    """The arrays as NumPy arrays.
 
-    def whole(leaf: Any) -> Any:
+    An array that is split over processes is gathered, so all processes must call this.
+    """
+
+    def gathered(leaf: Any) -> Any:
         if not isinstance(leaf, Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
         return _gathering(leaf.sharding.mesh)(leaf)  # type: ignore
 
-    return jax.device_get(jax.tree.map(whole, tree))
+    return jax.device_get(jax.tree.map(gathered, tree))
 
 
 @lru_cache
 def _gathering(mesh: jax.sharding.Mesh) -> Callable[[Array], Array]:
-    """The program that gives each device of a mesh the whole of an array."""
+    """The program that gives each device of a mesh the whole array."""
     return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
 
 
 def shard_bytes(spec: Tree, mesh: AnyMesh) -> dict[str, int]:
     """Bytes of each parameter on one device, in float32."""
-    leaves, specs = paths(spec), paths(partition_specs(spec, mesh))
-    shapes = {path: NamedSharding(mesh, specs[path]).shard_shape(leaf.shape) for path, leaf in leaves.items()}
-    return {path: math.prod(shape) * 4 for path, shape in shapes.items()}
+    specs = paths(partition_specs(spec, mesh))
+    sizes = {}
+    for path, leaf in paths(spec).items():
+        shape = NamedSharding(mesh, specs[path]).shard_shape(leaf.shape)
+        sizes[path] = math.prod(shape) * 4
+    return sizes
 
 
 def describe(spec: Tree, mesh: AnyMesh) -> str:
-    """Every parameter with its shape, how it is split, and its bytes on a device; the sum at the end."""
-    specs, sizes = paths(partition_specs(spec, mesh)), shard_bytes(spec, mesh)
-    rows = [("parameter", "shape", "split", "bytes a device")]
+    """Each parameter with its shape, its split, and its bytes on a device; the sum at the end."""
+    specs = paths(partition_specs(spec, mesh))
+    sizes = shard_bytes(spec, mesh)
+    table = [("parameter", "shape", "split", "bytes a device")]
     for path, leaf in paths(spec).items():
-        split = " ".join("*".join((entry,) if isinstance(entry, str) else entry or "-") for entry in specs[path])
-        rows.append((path, "x".join(map(str, leaf.shape)), split, f"{sizes[path]:,}"))
-    rows.append(("total", "", "", f"{sum(sizes.values()):,}"))
-    path, shape, split, size = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return "\n".join(f"{row[0]:<{path}}  {row[1]:<{shape}}  {row[2]:<{split}}  {row[3]:>{size}}" for row in rows)
+        split = " ".join(
+            "*".join((entry,) if isinstance(entry, str) else entry or "-") for entry in specs[path]
+        )
+        table.append((path, "x".join(map(str, leaf.shape)), split, f"{sizes[path]:,}"))
+    table.append(("total", "", "", f"{sum(sizes.values()):,}"))
+    path, shape, split, size = (max(map(len, column)) for column in zip(*table, strict=True))
+    return "\n".join(
+        f"{row[0]:<{path}}  {row[1]:<{shape}}  {row[2]:<{split}}  {row[3]:>{size}}" for row in table
+    )

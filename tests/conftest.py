@@ -1,4 +1,5 @@
-"""All tests: 8 simulated CPU devices, no silent rank promotion; shapes in signatures are checked."""
+"""All tests: 8 simulated CPU devices, no silent rank promotion; shapes in signatures are
+checked."""
 
 import atexit
 import collections
@@ -13,27 +14,37 @@ from pathlib import Path
 
 
 def known(flag):
-    """Whether this version of XLA has the flag: it ends a process that sets one it does not know, so ask in another."""
+    """Whether this version of XLA has the flag: it ends a process that sets one it does not know,
+    so ask in another."""
     code = "from jaxlib import xla_client; xla_client.CompileOptions()"
     environment = os.environ | {"XLA_FLAGS": flag}
-    return not subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode
+    return not subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True
+    ).returncode
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# most of a test's time is compilation of a program that runs once: LLVM need not polish it (HLO passes all run), and
+# most of a test's time is compilation of a program that runs once: LLVM need not polish it (HLO
+# passes all run), and
 # the emitter of loops that XLA had before the present one takes a third of its time
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
     on_cpu = os.environ["JAX_PLATFORMS"] == "cpu"  # a GPU has its programs as a run has them
-    wanted = ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"] if on_cpu else []
+    wanted = (
+        ["--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
+        if on_cpu
+        else []
+    )
     flags = wanted if known(" ".join(wanted)) else [flag for flag in wanted if known(flag)]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
-    # where compiled programs persist, and which runs are trusted: nothing of an earlier session or of whoever runs the tests
+    # where compiled programs persist, and which runs are trusted: nothing of an earlier session or
+    # of whoever runs the tests
     for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
         os.environ[variable] = tempfile.mkdtemp(prefix="jaxformer-tests-")
         atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    # what `make test` hands to a make that a test starts: that one would print its folders, and take this one's variables
+    # what `make test` hands to a make that a test starts: that one would print its folders, and
+    # take this one's variables
     for variable in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "ARGS"):
         os.environ.pop(variable, None)
 
@@ -46,10 +57,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_configure(config):
-    """Keeps compiled programs for the other worker, for the processes that tests start, and for the next session.
+    """Keeps compiled programs for the other worker, for the processes that tests start, and for the
+    next session.
 
-    Compilation is most of the suite's time. A program is found by a digest of itself, of XLA's version and of its flags.
-    `--cache-clear` forgets the programs.
+    Compilation is most of the suite's time. A program is found by a digest of itself, of XLA's
+    version and of its flags. `--cache-clear` forgets the programs.
     """
     from jaxformer.runs import compilation_cache
 
@@ -66,14 +78,16 @@ def pytest_configure(config):
 
 @pytest.fixture
 def tmp_path(tmp_path):
-    """Every file of every test lies where users' files lie: on a path with spaces, quotes and letters beyond ASCII."""
+    """Every file of every test lies where users' files lie: on a path with spaces, quotes and
+    letters beyond ASCII."""
     folder = tmp_path / "mes modèles 火 'q' #1"
     folder.mkdir()
     return folder
 
 
 def pytest_make_parametrize_id(val):
-    """Names bytes by their number: gzip writes the time into them, and every worker must collect the same names."""
+    """Names bytes by their number: gzip writes the time into them, and every worker must collect
+    the same names."""
     return f"{len(val)} bytes" if isinstance(val, bytes) else None
 
 
@@ -82,16 +96,22 @@ _states = {}
 
 @pytest.fixture(autouse=True)
 def numbers_of_a_file_do_not_depend_on_its_other_tests(request):
-    """Sets a file's generators of random numbers back to where they were after its import: a test alone draws the same."""
-    generators = [value for value in vars(request.module).values() if isinstance(value, np.random.Generator)]
-    states = _states.setdefault(request.module.__name__, [generator.bit_generator.state for generator in generators])
+    """Sets a file's generators of random numbers back to where they were after its import: a test
+    alone draws the same."""
+    generators = [
+        value for value in vars(request.module).values() if isinstance(value, np.random.Generator)
+    ]
+    states = _states.setdefault(
+        request.module.__name__, [generator.bit_generator.state for generator in generators]
+    )
     for generator, state in zip(generators, states, strict=True):
         generator.bit_generator.state = state
 
 
 @pytest.fixture(autouse=True)
 def links_end_with_their_test(monkeypatch):
-    """The thread of a process's links works on, and what it draws changes the numbers that hypothesis draws elsewhere."""
+    """The thread of a process's links works on, and what it draws changes the numbers that
+    hypothesis draws elsewhere."""
     from jaxformer.parallel import peers  # here the plugin that checks shapes is ready
 
     made, begin = [], peers.Peers.__init__
@@ -112,18 +132,27 @@ _finished = itertools.count()
 
 
 def pytest_runtest_teardown(item):
-    """Forgets compiled programs before the process has more pieces of memory than Linux lets it map (65,530 by default).
+    """Forgets compiled programs before the process has more pieces of memory than Linux lets it map
+    (65,530 by default).
 
-    XLA:CPU maps some for every program, and ends with a segmentation fault where it may not: a worker compiles thousands.
+    XLA:CPU maps some for every program, and ends with a segmentation fault where it may not: a
+    worker compiles thousands.
     """
     maps = Path("/proc/self/maps")
-    if next(_finished) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 40_000:  # ten tests add some thousand
+    if (
+        next(_finished) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 40_000
+    ):  # ten tests add some thousand
         jax.clear_caches()
 
 
 def pytest_addoption(parser):
-    """`--part K/N`: the K-th of N parts of the tests that are asked for, so that a few changes together see all of them."""
-    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the tests, by a hash of their names")
+    """`--part K/N`: the K-th of N parts of the tests that are asked for, so that a few changes
+    together see all of them."""
+    parser.addoption(
+        "--part",
+        metavar="K/N",
+        help="run the K-th of N parts of the tests, by a hash of their names",
+    )
 
 
 def in_part(name, part):
@@ -134,11 +163,16 @@ def in_part(name, part):
 
 @pytest.hookimpl(tryfirst=True)  # before the expression of -m is applied
 def pytest_collection_modifyitems(config, items):
-    """Marks the parameters of a test beyond those that `thorough_after(n)` leaves in `make test`; keeps a `--part` of all."""
+    """Marks the parameters of a test beyond those that `thorough_after(n)` leaves in `make test`;
+    keeps a `--part` of all."""
     seen = collections.Counter()
     for item in items:
-        if " at 0x" in item.nodeid:  # every worker must collect the same names, and a part of them is chosen by name
-            raise pytest.UsageError(f"{item.nodeid}: the name of a test holds an address in memory; give `ids`")
+        if (
+            " at 0x" in item.nodeid
+        ):  # every worker must collect the same names, and a part of them is chosen by name
+            raise pytest.UsageError(
+                f"{item.nodeid}: the name of a test holds an address in memory; give `ids`"
+            )
         marker = item.get_closest_marker("thorough_after")
         if marker is not None:
             name = item.nodeid.partition("[")[0]

@@ -1,4 +1,5 @@
-"""The lower bounds of pyproject.toml as constraints for pip: `python tests/oldest.py > dist/oldest.txt`.
+"""The lower bounds of pyproject.toml as constraints for pip: `python tests/oldest.py >
+dist/oldest.txt`.
 
 `make test OLDEST=1` installs these versions, so every bound is one that was tested.
 """

@@ -1,4 +1,5 @@
-"""What a user types: good commands do their job, bad ones get one line, exit code 2, and leave nothing behind."""
+"""What a user types: good commands do their job, bad ones get one line, exit code 2, and leave
+nothing behind."""
 
 import contextlib
 import io
@@ -61,7 +62,13 @@ def run(capsys, *argv):
 def test_train_evaluate_generate_show_and_train_again(training, trained, capsys):
     assert "validation loss" in training[1] and "sample:" in training[1]
     (folder,) = (trained / "runs").glob("tiny-*")
-    for name in ("config.json", "environment.json", "metrics.jsonl", "tokenizer.json", "result.json"):
+    for name in (
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "tokenizer.json",
+        "result.json",
+    ):
         assert (folder / name).stat().st_size > 0
     assert list((folder / "samples").iterdir()) and (folder / "checkpoints" / "6").is_dir()
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -80,7 +87,9 @@ def test_train_evaluate_generate_show_and_train_again(training, trained, capsys)
     code, out, _ = run(capsys, "evaluate", str(folder), "--step=4")
     assert code == 0 and json.loads(out.splitlines()[-1])["step"] == 4
 
-    code, out, _ = run(capsys, "generate", "tiny", "--prompt", "the ", "--tokens=5", "--temperature=0")
+    code, out, _ = run(
+        capsys, "generate", "tiny", "--prompt", "the ", "--tokens=5", "--temperature=0"
+    )
     assert code == 0 and out.startswith("the ")
     code, out, _ = run(capsys, "show", "tiny", "--model.d-model=32")
     assert code == 0 and "embed=32" in out and "FLOPs" in out
@@ -109,7 +118,9 @@ def test_bad_options_get_one_line(name, workplace, capsys):
     options, said = BAD[name]
     code, out, err = run(capsys, "train", "tiny", *options)
     assert code == 2 and said in err and err.count("\n") == 1 and "Traceback" not in out + err
-    assert not list((workplace / "runs").rglob("*.json*")) if (workplace / "runs").exists() else True
+    assert (
+        not list((workplace / "runs").rglob("*.json*")) if (workplace / "runs").exists() else True
+    )
 
 
 def test_other_bad_inputs_get_one_line(workplace, capsys):
@@ -121,7 +132,10 @@ def test_other_bad_inputs_get_one_line(workplace, capsys):
         (["trian", "tiny"], "no such command"),
         (["train"], "usage"),
         (["evaluate", "tiny"], "not trained yet"),
-        (["generate", "tiny"], "no run folder"),  # data of a run may need no prompt (tests/runs/test_own_answers.py)
+        (
+            ["generate", "tiny"],
+            "no run folder",
+        ),  # data of a run may need no prompt (tests/runs/test_own_answers.py)
         (["show", "gpt5"], "gpt5"),
     ):
         code, _, err = run(capsys, *argv)
@@ -148,9 +162,16 @@ def test_texts_that_end_before_they_begin_get_one_line(trained, capsys):
 @pytest.mark.thorough
 def test_a_prompt_may_hold_any_separator_of_lines(trained, capsys):
     prompts = ["a\u2028b", "a\x85b", "a\x0cb"]
-    (trained / "in.jsonl").write_text("".join(f"{json.dumps({'prompt': p}, ensure_ascii=False)}\r\n" for p in prompts), "utf-8")
-    assert run(capsys, "generate", "tiny", "--prompts=in.jsonl", "--out=out.jsonl", "--tokens=1")[0] == 0
-    assert [json.loads(line)["prompt"] for line in (trained / "out.jsonl").read_text().splitlines()] == prompts
+    (trained / "in.jsonl").write_text(
+        "".join(f"{json.dumps({'prompt': p}, ensure_ascii=False)}\r\n" for p in prompts), "utf-8"
+    )
+    assert (
+        run(capsys, "generate", "tiny", "--prompts=in.jsonl", "--out=out.jsonl", "--tokens=1")[0]
+        == 0
+    )
+    assert [
+        json.loads(line)["prompt"] for line in (trained / "out.jsonl").read_text().splitlines()
+    ] == prompts
 
 
 @pytest.mark.thorough
@@ -175,7 +196,9 @@ def test_a_damaged_description_of_another_run_is_left_out(trained, capsys, caplo
         other.write_bytes(text)
         caplog.clear()
         assert run(capsys, "runs") == before and f"runs/other-{number}" in caplog.text
-        assert introduce(changed, "runs") == [f"a new run: runs/{folder.name} differs in steps: 6 -> 7"]
+        assert introduce(changed, "runs") == [
+            f"a new run: runs/{folder.name} differs in steps: 6 -> 7"
+        ]
     assert run(capsys, "evaluate", "runs/other-0")[0] == 2  # asked for itself, it is a mistake
 
 
@@ -209,18 +232,33 @@ def test_a_bucket_without_its_package_gets_one_line(capsys, monkeypatch):
 @pytest.mark.parametrize("value", ["0", "-5", "x"])
 @pytest.mark.parametrize(
     "command",
-    ["cost tiny --length", "show tiny --sharding --devices", "plan tiny --decode --rows", "harness tiny --tasks=a --limit"],
+    [
+        "cost tiny --length",
+        "show tiny --sharding --devices",
+        "plan tiny --decode --rows",
+        "harness tiny --tasks=a --limit",
+    ],
 )
 def test_what_counts_something_is_at_least_1(command, value, workplace, capsys):
     code, _, err = run(capsys, *f"{command}={value}".split())
-    assert code == 2 and f"{value}: expected a whole number from 1 to " in err and err.count("\n") == 1
+    assert (
+        code == 2 and f"{value}: expected a whole number from 1 to " in err and err.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize("target", ["runs", "text.txt/page.html"])
 @pytest.mark.parametrize(
-    "command", ["report tiny --out", "draw tiny --out", "inspect tiny --prompt=a --html", "generate tiny --prompts=p --out"]
+    "command",
+    [
+        "report tiny --out",
+        "draw tiny --out",
+        "inspect tiny --prompt=a --html",
+        "generate tiny --prompts=p --out",
+    ],
 )
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(command, target, trained, capsys):
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
+    command, target, trained, capsys
+):
     code, _, err = run(capsys, *f"{command}={target}".split())
     assert code == 2 and f"{target}: a folder, or in a file" in err and err.count("\n") == 1
 
@@ -236,9 +274,21 @@ def test_the_page_of_commands_has_every_option(command, workplace, capsys, monke
     for method in ("parse_args", "parse_known_args"):
         monkeypatch.setattr(Parser, method, stop)
     cli.main([command])
-    about = "".join(re.findall(rf"^    {command} .*?(?=^    \w|^\w)", cli.__doc__, re.MULTILINE | re.DOTALL))
-    found = {option for parser in parsers for action in parser._actions for option in action.option_strings}
-    assert found - set(re.findall(r"--[a-z0-9-]+", about)) <= {"-h", "--help", "--runs", "--trust"}  # of every command
+    about = "".join(
+        re.findall(rf"^    {command} .*?(?=^    \w|^\w)", cli.__doc__, re.MULTILINE | re.DOTALL)
+    )
+    found = {
+        option
+        for parser in parsers
+        for action in parser._actions
+        for option in action.option_strings
+    }
+    assert found - set(re.findall(r"--[a-z0-9-]+", about)) <= {
+        "-h",
+        "--help",
+        "--runs",
+        "--trust",
+    }  # of every command
     assert parsers or command == "list"
 
 
@@ -269,7 +319,13 @@ def test_two_trainers_do_not_share_a_run(workplace, capsys):
 @pytest.mark.thorough
 def test_numbers_that_stay_bad_end_the_run_with_code_3(workplace, capsys):
     code, _, err = run(
-        capsys, "train", "tiny", "--steps=40", "--optimizer.learning-rate=1e38", "--clip-norm=1e30", "--max-skipped=3"
+        capsys,
+        "train",
+        "tiny",
+        "--steps=40",
+        "--optimizer.learning-rate=1e38",
+        "--clip-norm=1e30",
+        "--max-skipped=3",
     )
     assert code == 3 and "not finite for 3 steps" in err
 
@@ -290,7 +346,9 @@ def test_help_lists_the_options_of_the_chosen_optimizer(workplace, capsys):
 
 def train(folder, *options, **kwargs):
     command = [sys.executable, "-m", "jaxformer", "train", "tiny", *options]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs)
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs
+    )
 
 
 def leaves(folder):
@@ -301,7 +359,9 @@ def leaves(folder):
 
     (path,) = (folder / "runs").glob("tiny-*")
     run = open_run(path)
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(run.params)], run.folder.metrics.read_text()
+    return [
+        np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(run.params)
+    ], run.folder.metrics.read_text()
 
 
 def wait_for(process, text):
@@ -322,7 +382,9 @@ def test_sigterm_saves_and_the_next_start_goes_on(workplace):
     assert process.returncode == 143 and "SIGTERM" in rest and "Traceback" not in rest
     (folder,) = (workplace / "runs").glob("tiny-*")
     saved = max(int(p.name) for p in (folder / "checkpoints").iterdir() if p.name.isdecimal())
-    logged = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert max(logged) == saved - 1 or max(logged) == saved  # nothing that was done is done again
     process = train(workplace, "--steps=2000", "--log-every=1")
     wait_for(process, f"resuming after step {saved}")
@@ -332,11 +394,18 @@ def test_sigterm_saves_and_the_next_start_goes_on(workplace):
 
 @pytest.mark.fault
 def test_killed_five_times_ends_bit_identical(workplace, tmp_path_factory):
-    """kill -9 at random moments; then every logged number and every parameter equals an undisturbed run's, to the bit."""
+    """kill -9 at random moments; then every logged number and every parameter equals an undisturbed
+    run's, to the bit."""
     import random
     import time
 
-    options = ["--steps=400", "--log-every=1", "--eval-every=100", "--checkpoints.every=20", "--model.dropout-rate=0.1"]
+    options = [
+        "--steps=400",
+        "--log-every=1",
+        "--eval-every=100",
+        "--checkpoints.every=20",
+        "--model.dropout-rate=0.1",
+    ]
     undisturbed = tmp_path_factory.mktemp("undisturbed")
     shutil.copytree(workplace, undisturbed, dirs_exist_ok=True)
     process = train(undisturbed, *options)
@@ -366,7 +435,9 @@ def test_killed_five_times_ends_bit_identical(workplace, tmp_path_factory):
 
 # Runs and their names
 
-SILENT = ["--model.masks=full()"]  # a model that sees later tokens ends without a sample: nothing is compiled for one
+SILENT = [
+    "--model.masks=full()"
+]  # a model that sees later tokens ends without a sample: nothing is compiled for one
 
 
 @pytest.mark.thorough
@@ -378,13 +449,23 @@ def test_a_name_means_its_newest_run_and_the_others_are_told(workplace, capsys):
     code, out, err = run(capsys, "evaluate", "tiny")
     assert code == 0 and "is the newest run" in err and "optimizer: AdamW -> Lion" in err
     newest = json.loads(out.splitlines()[-1])["run"]
-    (workplace / "experiments" / "other.py").write_text(EXPERIMENT)  # a file need not be called as its experiment is
+    (workplace / "experiments" / "other.py").write_text(
+        EXPERIMENT
+    )  # a file need not be called as its experiment is
     assert json.loads(run(capsys, "evaluate", "other")[1].splitlines()[-1])["run"] == newest
     code, out, _ = run(capsys, "runs")
-    assert code == 0 and len(out.splitlines()) == 2 and out.splitlines()[-1].startswith(f"{newest}  2/2 steps")
+    assert (
+        code == 0
+        and len(out.splitlines()) == 2
+        and out.splitlines()[-1].startswith(f"{newest}  2/2 steps")
+    )
     older = out.split()[0]
     code, out, _ = run(capsys, "compare", older, newest)
-    assert code == 0 and "optimizer.learning_rate: 0.001 -> " not in out and "optimizer: AdamW -> Lion" in out
+    assert (
+        code == 0
+        and "optimizer.learning_rate: 0.001 -> " not in out
+        and "optimizer: AdamW -> Lion" in out
+    )
     for argv, said in (
         (["evaluate", "runs/nope"], "no run folder"),
         (["compare", older], "usage"),
@@ -397,13 +478,23 @@ def test_a_name_means_its_newest_run_and_the_others_are_told(workplace, capsys):
 
 
 @pytest.mark.thorough
-def test_more_steps_of_a_finished_run_are_a_new_one_which_may_begin_with_its_parameters(workplace, capsys):
+def test_more_steps_of_a_finished_run_are_a_new_one_which_may_begin_with_its_parameters(
+    workplace, capsys
+):
     quick = ["--eval-batches=1", "--log-every=1", *SILENT]
     assert run(capsys, "train", "tiny", "--steps=2", *quick)[0] == 0
     (folder,) = (workplace / "runs").glob("tiny-*")
     code, out, _ = run(capsys, "train", "tiny", "--steps=4", *quick)
     assert code == 0 and f"a new run: runs/{folder.name} differs in steps: 2 -> 4" in out
-    code, _, _ = run(capsys, "train", "tiny", "--steps=4", f"--initial=runs/{folder.name}", "--name=tiny_longer", *quick)
+    code, _, _ = run(
+        capsys,
+        "train",
+        "tiny",
+        "--steps=4",
+        f"--initial=runs/{folder.name}",
+        "--name=tiny_longer",
+        *quick,
+    )
     assert code == 0
     first, second = (
         json.loads((path / "metrics.jsonl").read_text().splitlines()[line])["loss"]
@@ -417,14 +508,25 @@ def test_the_commands_that_a_run_prints_are_those_of_a_shell(trained, capsys):
     (trained / "runs").rename(trained / "my runs")
     code, out, _ = run(capsys, "train", "tiny", "--runs=my runs")
     words = shlex.split(out.partition("next: ")[2].partition(";")[0])
-    assert code == 0 and words[:4] == ["python", "-m", "jaxformer", "evaluate"] and Path(words[4]).is_dir() and len(words) == 5
+    assert (
+        code == 0
+        and words[:4] == ["python", "-m", "jaxformer", "evaluate"]
+        and Path(words[4]).is_dir()
+        and len(words) == 5
+    )
 
 
 @pytest.mark.thorough
 def test_how_a_run_executes_may_change_and_is_said(workplace, capsys, caplog):
     quick = ["--steps=4", "--eval-batches=1", *SILENT]
     assert run(capsys, "train", "tiny", *quick)[0] == 0
-    changed = ["--log-every=1", "--model.unroll=1", "--model.remat=full", "--checkpoints.every=1", "--eval-every=2"]
+    changed = [
+        "--log-every=1",
+        "--model.unroll=1",
+        "--model.remat=full",
+        "--checkpoints.every=1",
+        "--eval-every=2",
+    ]
     code, out, _ = run(capsys, "train", "tiny", *quick, *changed)
     assert code == 0 and "this run is finished" in out
     assert "changed since the last start: log_every: 2 -> 1" in caplog.text
@@ -434,8 +536,17 @@ def test_how_a_run_executes_may_change_and_is_said(workplace, capsys, caplog):
 @pytest.mark.thorough
 def test_fine_tuning_of_a_run_trains_factors_beside_frozen_weights(trained, capsys):
     (folder,) = (trained / "runs").glob("tiny-*")
-    options = ["--adaptation", "Lora(rank=2)", f"--initial={folder}", "--name=tuned", "--steps=3", "--eval-every=1"]
-    code, out, _ = run(capsys, "train", "tiny", *options, "--optimizer", "Adam()", "--schedule", "Constant()")
+    options = [
+        "--adaptation",
+        "Lora(rank=2)",
+        f"--initial={folder}",
+        "--name=tuned",
+        "--steps=3",
+        "--eval-every=1",
+    ]
+    code, out, _ = run(
+        capsys, "train", "tiny", *options, "--optimizer", "Adam()", "--schedule", "Constant()"
+    )
     assert code == 0 and "weights/embedding/tokens: frozen" in out and "kernel/a: Adam" in out
     from jaxformer.runs.run import open_run
 
@@ -450,13 +561,25 @@ def test_fine_tuning_of_a_run_trains_factors_beside_frozen_weights(trained, caps
 
 @pytest.mark.thorough
 def test_a_model_that_sees_later_tokens_ends_without_a_sample(workplace, capsys):
-    code, out, _ = run(capsys, "train", "tiny", "--model.masks", "full()", "--steps=2", "--eval-batches=1")
-    assert code == 0 and "sample:" not in out and "next: python -m jaxformer evaluate" in out and "generate" not in out
+    code, out, _ = run(
+        capsys, "train", "tiny", "--model.masks", "full()", "--steps=2", "--eval-batches=1"
+    )
+    assert (
+        code == 0
+        and "sample:" not in out
+        and "next: python -m jaxformer evaluate" in out
+        and "generate" not in out
+    )
 
 
 @pytest.mark.thorough
 def test_what_the_model_reports_reaches_the_record(workplace, capsys):
-    options = ["--model.feedforward", "Mixture(experts=4, top_k=2, d_ff=8)", "--steps=2", "--log-every=1"]
+    options = [
+        "--model.feedforward",
+        "Mixture(experts=4, top_k=2, d_ff=8)",
+        "--steps=2",
+        "--log-every=1",
+    ]
     code, out, _ = run(capsys, "train", "tiny", *options, "--eval-batches=1")
     (folder,) = (workplace / "runs").glob("tiny-*")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -468,7 +591,11 @@ def test_what_the_model_reports_reaches_the_record(workplace, capsys):
 def test_a_profile_is_written(workplace, capsys):
     code, out, _ = run(capsys, "train", "tiny", "--steps=20", "--eval-batches=1", "--profile")
     (folder,) = (workplace / "runs").glob("tiny-*")
-    assert code == 0 and "profile of steps 10 to 15" in out and list((folder / "profile").rglob("*.pb"))
+    assert (
+        code == 0
+        and "profile of steps 10 to 15" in out
+        and list((folder / "profile").rglob("*.pb"))
+    )
 
 
 @pytest.mark.thorough
@@ -476,7 +603,10 @@ def test_a_name_is_the_experiment_and_a_preset_of_that_name_has_a_prefix(workpla
     from jaxformer.zoo import PRESETS
 
     (workplace / "experiments" / "llama_7b.py").write_text(EXPERIMENT.replace("tiny", "llama_7b"))
-    assert json.loads(run(capsys, "show", "llama_7b")[1].partition("\n}")[0] + "}")["name"] == "llama_7b"
+    assert (
+        json.loads(run(capsys, "show", "llama_7b")[1].partition("\n}")[0] + "}")["name"]
+        == "llama_7b"
+    )
     for name in ("llama_7b", "gpt2_medium"):
         described = json.loads(run(capsys, "show", f"preset:{name}")[1].partition("\n}")[0] + "}")
         assert "data" not in described and described["d_model"] == PRESETS[name].d_model

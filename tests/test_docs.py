@@ -1,4 +1,5 @@
-"""The README and the book say what is so: their Python runs, their commands exist, their notebooks run."""
+"""The README and the book say what is so: their Python runs, their commands exist, their notebooks
+run."""
 
 import ast
 import importlib.util
@@ -21,17 +22,27 @@ from tests.joints.harness import NAME
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {path.stem: path for path in sorted((ROOT / "docs").glob("*.md"))}
-STARTS = re.compile(r"^experiment = |__main__", flags=re.MULTILINE)  # a file without these is a part of others
-FILES = [path for path in sorted((ROOT / "experiments").rglob("*.py")) if STARTS.search(path.read_text())]
+STARTS = re.compile(
+    r"^experiment = |__main__", flags=re.MULTILINE
+)  # a file without these is a part of others
+FILES = [
+    path for path in sorted((ROOT / "experiments").rglob("*.py")) if STARTS.search(path.read_text())
+]
 EXPERIMENTS = {str(path.relative_to(ROOT)): path for path in FILES}
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "docs" / "notebooks").glob("*.py"))}
 SMALL = {"STEPS": 2, "LENGTH": 256, "DRAWS": 2}  # constants of notebooks, as a test sets them
-ELSEWHERE = ("one-function-at-a-time",)  # tests/test_mathematics.py runs it, and compares every printed line
+ELSEWHERE = (
+    "one-function-at-a-time",
+)  # tests/test_mathematics.py runs it, and compares every printed line
 NOT_RUN = r"<!-- not run: .+ -->\n"  # a page says why
 
 
 def python_blocks(text):
-    return re.findall(r"(?<!-->\n)^```python\n(.*?)^```", re.sub(NOT_RUN, "-->\n", text), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"(?<!-->\n)^```python\n(.*?)^```",
+        re.sub(NOT_RUN, "-->\n", text),
+        flags=re.DOTALL | re.MULTILINE,
+    )
 
 
 def run(code, name, names, capsys):
@@ -44,17 +55,27 @@ def run(code, name, names, capsys):
 @pytest.mark.thorough
 @pytest.mark.parametrize("index", range(len(python_blocks(README.read_text()))))
 def test_each_block_of_the_readme_runs_alone(index, capsys):
-    run(python_blocks(README.read_text())[index], f"README block {index}", {"__name__": "__readme__"}, capsys)
+    run(
+        python_blocks(README.read_text())[index],
+        f"README block {index}",
+        {"__name__": "__readme__"},
+        capsys,
+    )
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and python_blocks(PAGES[page].read_text())])
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page not in ELSEWHERE and python_blocks(PAGES[page].read_text())],
+)
 def test_the_blocks_of_a_page_run_as_they_are_read(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__page__"}
     for block in python_blocks(PAGES[page].read_text()):
         run(block, page, names, capsys)
-        for name in NAME.findall(block)[-1:]:  # the file of an experiment, which a later file of the page may import
+        for name in NAME.findall(block)[
+            -1:
+        ]:  # the file of an experiment, which a later file of the page may import
             monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
 
 
@@ -62,7 +83,9 @@ def test_the_blocks_of_a_page_run_as_they_are_read(page, capsys, tmp_path, monke
 @pytest.mark.filterwarnings("default")  # theirs
 def test_weights_of_torch_load_as_the_page_says(capsys):
     names = {"__name__": "__page__"}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGES["pytorch"].read_text(), flags=re.DOTALL | re.MULTILINE):
+    for block in re.findall(
+        r"^```python\n(.*?)^```", PAGES["pytorch"].read_text(), flags=re.DOTALL | re.MULTILINE
+    ):
         run(block, "pytorch", names, capsys)
 
 
@@ -70,7 +93,9 @@ def test_all_python_is_in_blocks_that_run_or_say_why_not():
     """An indented block of Python would be shown and never run."""
     for name, path in PAGES.items():
         text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-        assert not re.findall(r"^    (?:import|from) .*$|^    \w+ = .*$", text, flags=re.MULTILINE), name
+        assert not re.findall(
+            r"^    (?:import|from) .*$|^    \w+ = .*$", text, flags=re.MULTILINE
+        ), name
 
 
 def operands_of_or(text):
@@ -81,14 +106,22 @@ def operands_of_or(text):
             for side in (node.left, node.right):
                 if isinstance(side, ast.BinOp) and isinstance(side.op, ast.BitAnd):
                     inside = begins < (side.lineno, side.col_offset) if side is node.left else None
-                    inside = ends > (side.end_lineno, side.end_col_offset) if inside is None else inside
+                    inside = (
+                        ends > (side.end_lineno, side.end_col_offset) if inside is None else inside
+                    )
                     yield ast.unparse(side), inside
 
 
 def test_masks_of_both_operators_have_brackets():
-    """& binds before |: `causal() & window(4) | prefix(2)` shows the first token the second one, which no reader sees."""
-    assert [inside for _, inside in operands_of_or("x = a & b | c\ny = (a & b) | c\nz = c | (a & b)")] == [False, True, True]
-    texts = [*python_blocks(README.read_text()), *(path.read_text() for path in (*NOTEBOOKS.values(), *FILES))]
+    """& binds before |: `causal() & window(4) | prefix(2)` shows the first token the second one,
+    which no reader sees."""
+    assert [
+        inside for _, inside in operands_of_or("x = a & b | c\ny = (a & b) | c\nz = c | (a & b)")
+    ] == [False, True, True]
+    texts = [
+        *python_blocks(README.read_text()),
+        *(path.read_text() for path in (*NOTEBOOKS.values(), *FILES)),
+    ]
     texts += [block for path in PAGES.values() for block in python_blocks(path.read_text())]
     texts += [path.read_text() for path in (ROOT / "jaxformer" / "masks").glob("*.py")]
     assert not [operand for text in texts for operand, inside in operands_of_or(text) if not inside]
@@ -111,14 +144,21 @@ def code_of(text):
     blocks = re.findall(r"^```(?!python|diff)\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     rest = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     blocks += re.findall(r"^    .*$", rest, flags=re.MULTILINE) + re.findall(r"`([^`\n]+)`", rest)
-    return re.sub(r"\s{2,}#.*$|\s{3,}[(]?.*$", "", "\n".join(block.strip() for block in blocks), flags=re.MULTILINE)
+    return re.sub(
+        r"\s{2,}#.*$|\s{3,}[(]?.*$",
+        "",
+        "\n".join(block.strip() for block in blocks),
+        flags=re.MULTILINE,
+    )
 
 
 def check_make(target, variables):
     assert target in TARGETS, f"make {target}: no such target"
     given = [word for word in shlex.split(variables) if not OPEN.search(word.partition("=")[2])]
     for word in given:
-        assert re.search(rf"\b{word.partition('=')[0]}\b", (ROOT / "Makefile").read_text()), f"make {target}: no {word}"
+        assert re.search(rf"\b{word.partition('=')[0]}\b", (ROOT / "Makefile").read_text()), (
+            f"make {target}: no {word}"
+        )
     if len(given) < len(shlex.split(variables)):
         return
     made = subprocess.run(["make", "-n", target, *given], cwd=ROOT, capture_output=True, text=True)
@@ -134,9 +174,20 @@ def check_python(line):
     words = [word for word in words if word not in ("|", "--")]
     path = ROOT / (module.replace(".", "/") + ".py")
     assert path.is_file() or path.with_suffix("").is_dir(), f"{module}: no such module"
-    files = [path] if path.is_file() else (ROOT / "jaxformer" / "cli").glob("*.py") if module == "jaxformer" else []
+    files = (
+        [path]
+        if path.is_file()
+        else (ROOT / "jaxformer" / "cli").glob("*.py")
+        if module == "jaxformer"
+        else []
+    )
     source = "".join(file.read_text() for file in files)
-    if module == "jaxformer" and words and not words[0].startswith("-") and not OPEN.search(words[0]):
+    if (
+        module == "jaxformer"
+        and words
+        and not words[0].startswith("-")
+        and not OPEN.search(words[0])
+    ):
         assert f'"{words[0]}": ' in source, f"{line}: no such command"
     dotted, names = [], [word for word in words if not word.startswith("-")]
     for word in (word for word in words if word.startswith("--")):
@@ -147,7 +198,11 @@ def check_python(line):
                 read_trials(names[0], value, [])
         elif not OPEN.search(word):
             dotted.append(f"{flag}={value}")
-    known = [name for name in names if name in config.available() or name.removeprefix(PRESET) in zoo.PRESETS]
+    known = [
+        name
+        for name in names
+        if name in config.available() or name.removeprefix(PRESET) in zoo.PRESETS
+    ]
     check_options((known or ["quickstart"])[0], dotted)
 
 
@@ -189,7 +244,9 @@ def test_an_experiment_says_its_command_and_what_to_expect(name):
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name, tmp_path, monkeypatch):
     """As the book runs it, but smaller."""
-    spec = importlib.util.spec_from_file_location("notebook", ROOT / "docs" / "site" / "notebook.py")
+    spec = importlib.util.spec_from_file_location(
+        "notebook", ROOT / "docs" / "site" / "notebook.py"
+    )
     notebook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(notebook)
     monkeypatch.chdir(tmp_path)
@@ -203,8 +260,11 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
 
 
 def test_the_table_of_reports_is_that_of_the_tests():
-    """docs/checks.md counts what tests/reports holds; `python tests/reports/table.py` prints the table."""
-    spec = importlib.util.spec_from_file_location("reports_table", ROOT / "tests" / "reports" / "table.py")
+    """docs/checks.md counts what tests/reports holds; `python tests/reports/table.py` prints the
+    table."""
+    spec = importlib.util.spec_from_file_location(
+        "reports_table", ROOT / "tests" / "reports" / "table.py"
+    )
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
     assert table.table() in PAGES["checks"].read_text()

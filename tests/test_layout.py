@@ -1,4 +1,5 @@
-"""The house: no import runs upstairs, no files form a circle, the front door is light, and configs answer fast."""
+"""The house: no import runs upstairs, no files form a circle, the front door is light, and configs
+answer fast."""
 
 import ast
 import subprocess
@@ -38,15 +39,20 @@ FACES = {name for name, path in MODULES.items() if path.name == "__init__.py"}
 
 
 def imported(source):
-    """(line, module of ours) for every import of a file: in functions and under TYPE_CHECKING too."""
+    """(line, module of ours) for every import of a file: in functions and under TYPE_CHECKING
+    too."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: a relative import; name the module in full"
+            assert node.level == 0, (
+                f"line {node.lineno}: a relative import; name the module in full"
+            )
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
-    return [(line, nearest_module(name)) for line, name in found if name.split(".")[0] == "jaxformer"]
+    return [
+        (line, nearest_module(name)) for line, name in found if name.split(".")[0] == "jaxformer"
+    ]
 
 
 def nearest_module(name):
@@ -74,7 +80,10 @@ def circles(edges):
         return seen
 
     reach = {name: reachable(name) for name in edges}
-    sets = {tuple(sorted(other for other in reach[name] if name in reach.get(other, ()))) for name in edges}
+    sets = {
+        tuple(sorted(other for other in reach[name] if name in reach.get(other, ())))
+        for name in edges
+    }
     return sorted(list(names) for names in sets if len(names) > 1)
 
 
@@ -95,7 +104,9 @@ def test_imports_stay_on_their_floor_or_below(path):
         found = upstairs(part, source)
         assert not found, f"{relative} imports from higher floors: {found}"
     if str(relative) not in BY_STRING:
-        assert not imports_by_string(source), f"{relative} imports by a string; import the module plainly"
+        assert not imports_by_string(source), (
+            f"{relative} imports by a string; import the module plainly"
+        )
 
 
 def test_no_circle_of_files():
@@ -108,16 +119,25 @@ def test_no_circle_of_files():
     assert circles(edges) == []
 
 
-LEAVES = "zoo", "families", "interop", "tools"  # what the trunk does without; `cli` takes them inside a command
+LEAVES = (
+    "zoo",
+    "families",
+    "interop",
+    "tools",
+)  # what the trunk does without; `cli` takes them inside a command
 
 
 def test_the_trunk_imports_no_leaf():
-    """No file of the trunk names one, and a process that trains loads none of a paper, a family or a tool."""
+    """No file of the trunk names one, and a process that trains loads none of a paper, a family or
+    a tool."""
     for path in FILES:
         part = path.relative_to(ROOT).parts[0].removesuffix(".py")
         named = {name.split(".")[1] for _, name in imported(path.read_text()) if "." in name}
         assert part in (*LEAVES, "cli", "__main__") or not named & set(LEAVES), path
-    parts = "models, ops, objectives, training, evaluation, decoding; from jaxformer.runs import loop, names, run"
+    parts = (
+        "models, ops, objectives, training, evaluation, decoding; from jaxformer.runs import "
+        "loop, names, run"
+    )
     leaves = [f"jaxformer.{name}" for name in LEAVES]
     assert loaded_after(f"from jaxformer import {parts}", *leaves) == "[]"
 
@@ -135,7 +155,9 @@ def test_hidden_imports_are_seen():
 
 def loaded_after(statement, *modules):
     code = f"{statement}; import sys; print([m for m in {modules} if m in sys.modules])"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_the_front_door_is_light():

@@ -61,13 +61,22 @@ shapes = st.dictionaries(
 @settings(deadline=None, max_examples=20)
 @given(shapes)
 def test_all_trees_have_one_structure(shapes):
-    """Values, abstract tree and masks fit each other under jax.tree.map, empty branches (a mixer without weights) included."""
-    tree = jax.tree.map(lambda shape: matrix(*shape), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    """Values, abstract tree and masks fit each other under jax.tree.map, empty branches (a mixer
+    without weights) included."""
+    tree = jax.tree.map(
+        lambda shape: matrix(*shape), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
     values = jax.eval_shape(lambda key: params.init(tree, key, jnp.bfloat16), KEY)
     abstract = params.abstract(tree, jnp.bfloat16)
     jax.tree.map(lambda leaf, value: None, abstract, values)
-    assert jax.tree.structure(values) == jax.tree.structure(abstract) == jax.tree.structure(params.mask(tree, "a"))
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(values)] == [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)]
+    assert (
+        jax.tree.structure(values)
+        == jax.tree.structure(abstract)
+        == jax.tree.structure(params.mask(tree, "a"))
+    )
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(values)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(abstract)
+    ]
     size = sum(x.size for x in jax.tree.leaves(values))
     assert params.count(tree) == params.count(abstract) == params.count(values) == size
 
@@ -78,7 +87,8 @@ def its_key(key, shape, dtype):
 
 
 def test_values_depend_on_key_and_path_alone():
-    """Initializers are functions of their key, so it is enough to see that every leaf keeps its key."""
+    """Initializers are functions of their key, so it is enough to see that every leaf keeps its
+    key."""
     tree = jax.tree.map(lambda spec: replace(spec, init=its_key), TREE)
     keys = init(tree)
     assert len({x.tobytes() for x in jax.tree.leaves(keys)}) == len(jax.tree.leaves(keys))
@@ -86,7 +96,10 @@ def test_values_depend_on_key_and_path_alone():
     equal(init(reordered), keys)
     fewer = {"layers": {"query": tree["layers"]["query"]}}
     equal(init(fewer), {"layers": {"query": keys["layers"]["query"]}})
-    more = tree | {"kernel": tree["embedding"]["tokens"], "a": {"scale": tree["embedding"]["tokens"]}}
+    more = tree | {
+        "kernel": tree["embedding"]["tokens"],
+        "a": {"scale": tree["embedding"]["tokens"]},
+    }
     equal({k: v for k, v in init(more).items() if k in tree}, keys)
     equal(params.init(tree, KEY), keys)  # without jit
     other = init(tree, jax.random.key(1))
@@ -103,14 +116,17 @@ def test_leaves_of_one_shape_differ_and_jit_changes_nothing():
 def test_initializers_see_shape_and_dtype():
     values = init(TREE, dtype=jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(values)} == {jnp.dtype(jnp.bfloat16)}
-    assert (values["layers"]["norm"]["scale"] == 1).all() and (values["layers"]["norm"]["bias"] == 0).all()
+    assert (values["layers"]["norm"]["scale"] == 1).all() and (
+        values["layers"]["norm"]["bias"] == 0
+    ).all()
     wide = init({"w": matrix(300, 300)})["w"]
     # standard error of a standard deviation over n draws: sigma / sqrt(2 n); five of them
     assert abs(np.std(wide) - 0.02) < 5 * 0.02 / math.sqrt(2 * wide.size)
 
 
 def test_stacked_layers_draw_their_own_values():
-    """Layer i is what the unstacked spec draws from the leaf's key folded with i; and the depth changes no layer."""
+    """Layer i is what the unstacked spec draws from the leaf's key folded with i; and the depth
+    changes no layer."""
     stacked = params.stack(TREE["layers"], 3)
     values = init({"layers": stacked})["layers"]
     kernel = values["query"]["kernel"]
@@ -131,7 +147,10 @@ def test_a_stack_names_its_axis_and_keeps_the_rest():
     assert params.count(params.stack(TREE, 3)) == 3 * params.count(TREE)
     twice = params.stack(params.stack({"w": Spec((4, 2), ("embed", None), uniform())}, 3), 2)
     values = init(twice)["w"]
-    assert values.shape == (2, 3, 4, 2) and len({layer.tobytes() for layer in values.reshape(6, -1)}) == 6
+    assert (
+        values.shape == (2, 3, 4, 2)
+        and len({layer.tobytes() for layer in values.reshape(6, -1)}) == 6
+    )
 
 
 def test_count_needs_no_memory():
@@ -148,14 +167,18 @@ def test_paths_and_masks():
         "layers/query/kernel",
         "layers/query/bias",
     }
-    chosen = lambda pattern: {path for path, yes in params.paths(params.mask(TREE, pattern)).items() if yes}
+    chosen = lambda pattern: {
+        path for path, yes in params.paths(params.mask(TREE, pattern)).items() if yes
+    }
     assert chosen("kernel$") == {"layers/query/kernel"}
     assert chosen("^embedding/") == {"embedding/tokens", "embedding/positions"}
     assert chosen("norm|bias") == {"layers/norm/scale", "layers/norm/bias", "layers/query/bias"}
     assert chosen("nothing") == set() and chosen("") == set(params.paths(TREE))
     values = params.abstract(TREE)
     equal(params.mask(values, "bias"), params.mask(TREE, "bias"))
-    assert all(type(x) is bool for x in jax.tree.leaves(params.mask(TREE, "bias")))  # optax wants Python's
+    assert all(
+        type(x) is bool for x in jax.tree.leaves(params.mask(TREE, "bias"))
+    )  # optax wants Python's
 
 
 def test_a_spec_names_every_axis():

@@ -1,7 +1,9 @@
-"""Private names of other libraries that this one reads: each is listed here with the versions that have it, and why.
+"""Private names of other libraries that this one reads: each is listed here with the versions that
+have it, and why.
 
-When a test here fails, a newer version has moved or changed a name. Look at the file that the message names: what it needs
-stands in the last column. If the newer version has a public way, take it and remove the row.
+When a test here fails, a newer version has moved or changed a name. Look at the file that the
+message names: what it needs stands in the last column. If the newer version has a public way, take
+it and remove the row.
 """
 
 import ast
@@ -19,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 
 
 class Private(NamedTuple):
-    """A private name: the file that reads it, its module, the name in it, the arguments that we rely on, and the need."""
+    """A private name: the file that reads it, its module, the name in it, the arguments that we
+    rely on, and the need."""
 
     file: str
     module: str
@@ -100,16 +103,29 @@ IMPORTED = (
         "sync_global_processes",
         ("name",),
         "orbax-checkpoint 0.12.8",
-        "waits for minutes for a process that failed, and keeps its reason; replaced by our own wait",
+        (
+            "waits for minutes for a process that failed, and keeps its reason; replaced by our "
+            "own wait"
+        ),
     ),
 )
-# attributes of objects of orbax, read in jaxformer/runs/orbax_internals.py: (attribute, versions, need)
+# attributes of objects of orbax, read in jaxformer/runs/orbax_internals.py: (attribute, versions,
+# need)
 ATTRIBUTES = {
     "_impl": ("orbax-checkpoint 0.12.8", "StandardCheckpointHandler's inner handler"),
     "_handler_impl": ("orbax-checkpoint 0.12.8", "the handler that writes arrays"),
-    "_save_concurrent_bytes": ("orbax-checkpoint 0.12.8", "bytes written at once: else a save copies the whole state"),
-    "_save_device_host_concurrent_bytes": ("orbax-checkpoint 0.12.8", "bytes copied from devices at once"),
-    "_checkpointer": ("orbax-checkpoint 0.12.8", "drops the errors of a failed save, which later saves would raise"),
+    "_save_concurrent_bytes": (
+        "orbax-checkpoint 0.12.8",
+        "bytes written at once: else a save copies the whole state",
+    ),
+    "_save_device_host_concurrent_bytes": (
+        "orbax-checkpoint 0.12.8",
+        "bytes copied from devices at once",
+    ),
+    "_checkpointer": (
+        "orbax-checkpoint 0.12.8",
+        "drops the errors of a failed save, which later saves would raise",
+    ),
 }
 # attributes of Python's own: named tuples and processes
 PYTHON = {"_replace", "_asdict", "_fields", "_field_defaults", "_exit"}
@@ -127,7 +143,11 @@ def own_names(tree):
     """Names that a file defines: functions, classes, variables and attributes of `self`."""
     for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 yield name
             case ast.Name(id=name, ctx=ast.Store()):
                 yield name
@@ -143,10 +163,14 @@ def is_private(name):
 def private_imports(tree):
     """Modules under a private name that a file imports, such as `jax._src.compiler`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(is_private(part) for part in (node.module or "").split(".")):
+        if isinstance(node, ast.ImportFrom) and any(
+            is_private(part) for part in (node.module or "").split(".")
+        ):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if any(is_private(part) for part in a.name.split(".")))
+            yield from (
+                a.name for a in node.names if any(is_private(part) for part in a.name.split("."))
+            )
 
 
 def test_every_private_import_is_listed():
@@ -161,7 +185,11 @@ def test_every_private_attribute_is_listed():
     found = {}
     for file, tree in trees:
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own | PYTHON:
+            if (
+                isinstance(node, ast.Attribute)
+                and is_private(node.attr)
+                and node.attr not in own | PYTHON
+            ):
                 found.setdefault(node.attr, set()).add(file)
     imported = {private.name: {private.file} for private in IMPORTED if is_private(private.name)}
     assert found == imported | {name: {"jaxformer/runs/orbax_internals.py"} for name in ATTRIBUTES}
@@ -169,8 +197,12 @@ def test_every_private_attribute_is_listed():
 
 @pytest.mark.parametrize("private", IMPORTED, ids=lambda private: private.name)
 def test_a_private_name_is_what_it_was(private):
-    """The installed version still has the name, and a function takes the arguments that we hand over."""
-    advice = f"{private.file} reads {private.module}.{private.name}, seen in {private.seen}: it {private.need}"
+    """The installed version still has the name, and a function takes the arguments that we hand
+    over."""
+    advice = (
+        f"{private.file} reads {private.module}.{private.name}, seen in {private.seen}: it "
+        f"{private.need}"
+    )
     try:
         value = importlib.import_module(private.module)
         for part in private.name.split("."):
@@ -183,20 +215,30 @@ def test_a_private_name_is_what_it_was(private):
 
 
 def test_importing_us_patches_nothing_and_filters_no_log():
-    """In a process of its own: JAX, orbax and logging are after the import of every module of ours what they were before."""
+    """In a process of its own: JAX, orbax and logging are after the import of every module of ours
+    what they were before."""
     script = """
 import importlib, logging, pkgutil, sys, warnings
 from jax._src import compiler
 from orbax.checkpoint._src.multihost import multihost
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
+
 def seen():
     loggers = [logging.getLogger(name).filters[:] for name in ("absl", "asyncio", "jax", "orbax")]
     names = compiler.compile_or_get_cached, compiler._cache_write, multihost.sync_global_processes
-    return names, tensorstore_utils.get_tensorstore_raw_bytes, sys.unraisablehook, loggers, warnings.filters[:]
+    return (
+        names,
+        tensorstore_utils.get_tensorstore_raw_bytes,
+        sys.unraisablehook,
+        loggers,
+        warnings.filters[:],
+    )
+
 
 before = seen()
 import jaxformer
+
 for found in pkgutil.walk_packages(jaxformer.__path__, "jaxformer."):
     if not found.name.endswith("__main__"):
         try:
@@ -205,14 +247,19 @@ for found in pkgutil.walk_packages(jaxformer.__path__, "jaxformer."):
             assert "jaxformer" not in str(error.name), error
 assert seen() == before
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_attributes_of_orbax_are_what_they_were(tmp_path):
-    """Reached as the checkpoint module reaches them. Assigning an attribute that nobody reads would change nothing."""
+    """Reached as the checkpoint module reaches them. Assigning an attribute that nobody reads would
+    change nothing."""
     writer = orbax.StandardCheckpointHandler()._impl._handler_impl
     for name in ("_save_concurrent_bytes", "_save_device_host_concurrent_bytes"):
-        assert hasattr(writer, name), f"{name}: {ATTRIBUTES[name]}; see limit_bytes in jaxformer/runs/orbax_internals.py"
+        assert hasattr(writer, name), (
+            f"{name}: {ATTRIBUTES[name]}; see limit_bytes in jaxformer/runs/orbax_internals.py"
+        )
     with orbax.CheckpointManager(tmp_path) as manager:
         assert callable(manager._checkpointer.wait_until_finished), ATTRIBUTES["_checkpointer"]

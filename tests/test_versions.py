@@ -1,4 +1,5 @@
-"""Which Python and which packages: the newest is the main line, and every lower bound is one that is tested."""
+"""Which Python and which packages: the newest is the main line, and every lower bound is one that
+is tested."""
 
 import os
 import shutil
@@ -21,7 +22,9 @@ def test_every_requirement_has_a_lower_bound_that_is_tested():
     """`make test OLDEST=1` installs exactly these versions."""
     project = PYPROJECT["project"]
     extras = [text for texts in project["optional-dependencies"].values() for text in texts]
-    ours = [text for text in [*project["dependencies"], *extras] if not text.startswith("jaxformer[")]
+    ours = [
+        text for text in [*project["dependencies"], *extras] if not text.startswith("jaxformer[")
+    ]
     assert not [text for text in ours if BOUND.fullmatch(text) is None]
     assert bounds(PYPROJECT)["jax"] == "0.10.2"  # 0.10.0 lacks the platform of an abstract device
 
@@ -30,18 +33,27 @@ def test_extras_and_tests_ask_for_one_bound_of_a_package():
     """Two bounds for one package would leave the lower one untested."""
     project, groups = PYPROJECT["project"], PYPROJECT["dependency-groups"]
     seen = {}
-    for texts in [project["dependencies"], *project["optional-dependencies"].values(), groups["dev"]]:
+    for texts in [
+        project["dependencies"],
+        *project["optional-dependencies"].values(),
+        groups["dev"],
+    ]:
         for text in texts:
             match = BOUND.fullmatch(text)
             if match is not None:
-                assert seen.setdefault(match[1], match[2]) == match[2], f"{match[1]} has two lower bounds"
+                assert seen.setdefault(match[1], match[2]) == match[2], (
+                    f"{match[1]} has two lower bounds"
+                )
 
 
 def python(folder, version, works=True):
-    """A stand-in for an interpreter: it answers its version, or fails like a shim of pyenv without that version."""
+    """A stand-in for an interpreter: it answers its version, or fails like a shim of pyenv without
+    that version."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"python{version}"
-    path.write_text("#!/bin/sh\n" + (f'[ "$1" = -c ] || echo Python {version}\n' if works else "exit 127\n"))
+    path.write_text(
+        "#!/bin/sh\n" + (f'[ "$1" = -c ] || echo Python {version}\n' if works else "exit 127\n")
+    )
     path.chmod(0o755)
 
 
@@ -60,7 +72,16 @@ def test_make_takes_the_newest_python_at_hand(tmp_path, on_path, of_pyenv, newes
         python(tmp_path / "bin", version, works=version in on_path)
     for version in of_pyenv:
         python(tmp_path / ".pyenv" / "versions" / f"{version}.1" / "bin", version)
-    environment = {"PATH": f"{tmp_path / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin", "HOME": str(tmp_path)}
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}/usr/bin{os.pathsep}/bin",
+        "HOME": str(tmp_path),
+    }
     for words, version in (([], newest), (["OLDEST=1"], oldest)):
-        done = subprocess.run(["make", "-s", "python", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["make", "-s", "python", *words],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         assert done.stdout.strip() == f"Python {version}", done.stderr

@@ -1,4 +1,5 @@
-"""A folder with a tiny experiment and its text: where the tests of commands and of whole runs work."""
+"""A folder with a tiny experiment and its text: where the tests of commands and of whole runs
+work."""
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 EXPERIMENT = """

@@ -1,8 +1,10 @@
 # %% [markdown]
 # # Masks
 #
-# Which keys a query may see is a small value, not a matrix. It prints as the calls that made it, combines with `&`, `|` and
-# `~`, and every kernel reads it. An array of all pairs exists only where somebody asks for it, as here, to look.
+# Which keys a query may see is a small value, not a matrix. It prints as the calls that made it,
+# combines with `&`, `|` and
+# `~`, and every kernel reads it. An array of all pairs exists only where somebody asks for it, as
+# here, to look.
 
 # %%
 import time
@@ -31,8 +33,8 @@ print(text(mask))
 # %% [markdown]
 # ## Build and combine
 #
-# A row is a query, a column a key. `causal() | prefix(4)` is a prefix language model; `window(2, 2) | global_tokens(1)` is
-# Longformer's; `by_head` gives each head its own.
+# A row is a query, a column a key. `causal() | prefix(4)` is a prefix language model; `window(2, 2)
+# | global_tokens(1)` is Longformer's; `by_head` gives each head its own.
 
 # %%
 kinds = {
@@ -51,7 +53,9 @@ def panels(pictures, colors, columns=4):
     """Small pictures side by side."""
     rows = -(-len(pictures) // columns)
     figure = Figure(figsize=(2.3 * columns, 2.6 * rows), layout="constrained")
-    for axes, (title, picture) in zip(figure.subplots(rows, columns, squeeze=False).flat, pictures.items(), strict=False):
+    for axes, (title, picture) in zip(
+        figure.subplots(rows, columns, squeeze=False).flat, pictures.items(), strict=False
+    ):
         axes.imshow(picture, cmap=ListedColormap(colors), vmin=0, vmax=len(colors) - 1)
         axes.set_title(title, fontsize=8)
         axes.set(xticks=[], yticks=[])
@@ -62,20 +66,29 @@ T = 48
 panels({name: mask.dense(T, T)[0, 0] for name, mask in kinds.items()}, ["#ffffff", "#1f5d8c"])
 
 # %% [markdown]
-# A rule of your own is a function of positions. It is a mask like the others: it combines, and kernels evaluate it block by
-# block.
+# A rule of your own is a function of positions. It is a mask like the others: it combines, and
+# kernels evaluate it block by block.
 
 # %%
 checkers = masks.Mask(lambda mask, q, kv: (q // 6 + kv // 6) % 2 == 0)
-pictures = {"your rule": checkers, "your rule & causal": checkers & masks.causal(), "~your rule": ~checkers}
-panels({name: mask.dense(T, T)[0, 0] for name, mask in pictures.items()}, ["#ffffff", "#1f5d8c"], columns=3)
+pictures = {
+    "your rule": checkers,
+    "your rule & causal": checkers & masks.causal(),
+    "~your rule": ~checkers,
+}
+panels(
+    {name: mask.dense(T, T)[0, 0] for name, mask in pictures.items()},
+    ["#ffffff", "#1f5d8c"],
+    columns=3,
+)
 
 # %% [markdown]
 # ## What kernels see
 #
-# A kernel works on blocks of pairs. `mask.blocks(T, S, block)` says of each block whether it is empty (0: skipped), partial
-# (1: computed and masked) or full (2: computed, no mask needed). That is decided by the rule, in NumPy, while the program
-# is traced: no pair is looked at where the rule is known.
+# A kernel works on blocks of pairs. `mask.blocks(T, S, block)` says of each block whether it is
+# empty (0: skipped), partial (1: computed and masked) or full (2: computed, no mask needed). That
+# is decided by the rule, in NumPy, while the program is traced: no pair is looked at where the rule
+# is known.
 
 # %%
 print(masks.longformer(512, 64).blocks(2048, 2048, 256))
@@ -83,28 +96,38 @@ blocks = {name: mask.blocks(T, T, 4) for name, mask in kinds.items()}
 panels(blocks, ["#ffffff", "#9cc3e0", "#1f5d8c"])
 
 # %% [markdown]
-# So what attention costs follows the mask: the pairs that are visible, and the blocks that are not empty.
+# So what attention costs follows the mask: the pairs that are visible, and the blocks that are not
+# empty.
 
 # %%
 length, block = 8192, 512
 print(f"{'mask':<46} pairs visible  blocks computed")
-for mask in (masks.full(), masks.causal(), masks.causal() & masks.window(1024), masks.longformer(512, 16)):
+for mask in (
+    masks.full(),
+    masks.causal(),
+    masks.causal() & masks.window(1024),
+    masks.longformer(512, 16),
+):
     computed = np.mean(mask.blocks(length, length, block) > 0)
     print(f"{mask!s:<46} {mask.density(length, length):>12.1%} {computed:>16.1%}")
 
 # %% [markdown]
 # ## The same values, less work
 #
-# The blockwise kernel gives what the reference gives, which makes the whole matrix. In a window it is faster by what it
-# skips.
+# The blockwise kernel gives what the reference gives, which makes the whole matrix. In a window it
+# is faster by what it skips.
 
 # %%
-q, k, v = (jax.random.normal(jax.random.key(i), (1, LENGTH, 4, 32)) for i in range(3))  # [B, T, N, H]
+q, k, v = (
+    jax.random.normal(jax.random.key(i), (1, LENGTH, 4, 32)) for i in range(3)
+)  # [B, T, N, H]
 
 
 def timed(mask, implementation):
     """(milliseconds, values)"""
-    attend = jax.jit(lambda q, k, v: ops.attention(q, k, v, mask=mask, implementation=implementation))
+    attend = jax.jit(
+        lambda q, k, v: ops.attention(q, k, v, mask=mask, implementation=implementation)
+    )
     out, times = jax.block_until_ready(attend(q, k, v)), []
     for _ in range(DRAWS):
         start = time.perf_counter()
@@ -116,15 +139,23 @@ def timed(mask, implementation):
 for mask in (masks.causal(), masks.causal() & masks.window(128)):
     slow, expected = timed(mask, "reference")
     fast, found = timed(mask, "blockwise")
-    print(f"{mask}: reference {slow:.0f} ms, blockwise {fast:.0f} ms, largest difference {np.abs(found - expected).max():.1e}")
+    print(
+        f"{mask}: reference {slow:.0f} ms, blockwise {fast:.0f} ms, largest difference "
+        f"{np.abs(found - expected).max():.1e}"
+    )
 
 # %% [markdown]
 # ## Padding and packing
 #
-# Masks may hold arrays, one row of a batch each: lengths of padded rows, or segments of rows in which several texts are
-# packed. `.at(offset)` says where the first query stands, as in decoding; without it the last query stands at the last key.
+# Masks may hold arrays, one row of a batch each: lengths of padded rows, or segments of rows in
+# which several texts are packed. `.at(offset)` says where the first query stands, as in decoding;
+# without it the last query stands at the last key.
 
 # %%
-packed = masks.causal() & masks.segments(jnp.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0, 0]]))  # 0: padding
+packed = masks.causal() & masks.segments(
+    jnp.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0, 0]])
+)  # 0: padding
 print(text(packed))
-print("two queries after ten keys:", masks.causal().dense(2, 12)[0, 0].sum(axis=1), "keys are visible")
+print(
+    "two queries after ten keys:", masks.causal().dense(2, 12)[0, 0].sum(axis=1), "keys are visible"
+)

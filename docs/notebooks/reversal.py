@@ -1,9 +1,10 @@
 # %% [markdown]
 # # Reversal, and the anti-diagonal
 #
-# The smallest task that needs attention: read four tokens, say them backwards. Output `t` must copy input `T - 1 - t`, so
-# the attention map of a model that has learned it should be dark except on the anti-diagonal. This page trains such a model
-# by hand, with `jax` and `optax` alone, and looks. `make train EXP=reverse` trains the same model as an experiment.
+# The smallest task that needs attention: read four tokens, say them backwards. Output `t` must copy
+# input `T - 1 - t`, so the attention map of a model that has learned it should be dark except on
+# the anti-diagonal. This page trains such a model by hand, with `jax` and `optax` alone, and looks.
+# `make train EXP=reverse` trains the same model as an experiment.
 
 # %%
 import jax
@@ -19,7 +20,8 @@ STEPS = 2000
 V, T, B = 8, 4, 10
 
 # %% [markdown]
-# The data: 50 random sequences, and what their reversal is. An example is a function of (seed, split, index).
+# The data: 50 random sequences, and what their reversal is. An example is a function of (seed,
+# split, index).
 
 # %%
 data = Reverse(vocab_size=V, length=T, examples=50, form="aligned")
@@ -38,7 +40,9 @@ model = models.ModelConfig(
 )
 train = data.open(model).train
 rows = [train[i] for i in range(len(train))]
-tokens, labels = (jnp.stack([row[name] for row in rows]) for name in ("tokens", "labels"))  # [50, T]
+tokens, labels = (
+    jnp.stack([row[name] for row in rows]) for name in ("tokens", "labels")
+)  # [50, T]
 print("tokens", tokens[0], "labels", labels[0])
 
 # %% [markdown]
@@ -51,8 +55,8 @@ for path, leaf in jax.tree_util.tree_leaves_with_path(params)[:5]:
 print("in all", sum(leaf.size for leaf in jax.tree.leaves(params)))
 
 # %% [markdown]
-# The loss is the mean of `-log p(label)`, and a step is one gradient of it. An untrained model says all eight tokens with
-# about the same probability: its loss is ln 8 = 2.079.
+# The loss is the mean of `-log p(label)`, and a step is one gradient of it. An untrained model says
+# all eight tokens with about the same probability: its loss is ln 8 = 2.079.
 
 
 # %%
@@ -87,26 +91,39 @@ figures.losses({"reversal": [{"step": i, "loss": value} for i, value in enumerat
 everything = jnp.stack(jnp.meshgrid(*[jnp.arange(V)] * T, indexing="ij"), axis=-1).reshape(-1, T)
 seen = (everything[:, None] == tokens[None]).all(-1).any(-1)
 right = (models.apply(model, params, everything).logits.argmax(-1) == everything[:, ::-1]).all(-1)
-print(f"right: {right[seen].mean():.1%} of the sequences it saw, {right[~seen].mean():.1%} of the {(~seen).sum()} others")
+print(
+    f"right: {right[seen].mean():.1%} of the sequences it saw, {right[~seen].mean():.1%} of "
+    f"the {(~seen).sum()} others"
+)
 
 # %% [markdown]
 # ## Where it looks
 #
-# One name asks for the attention maps (see [Looking inside a model](../looking-inside.md)). Rows are queries, columns are
-# keys.
+# One name asks for the attention maps (see [Looking inside a model](../looking-inside.md)). Rows
+# are queries, columns are keys.
 
 # %%
 name = "layers/*/attention/weights"
-weights = models.apply(model, params, tokens, intermediates=(name,)).intermediates[name]  # [L, B, N, T, S]
-figures.attention(np.asarray(weights[:, 0]), [f"output {t}" for t in range(T)], [str(token) for token in tokens[0]])
+weights = models.apply(model, params, tokens, intermediates=(name,)).intermediates[
+    name
+]  # [L, B, N, T, S]
+figures.attention(
+    np.asarray(weights[:, 0]),
+    [f"output {t}" for t in range(T)],
+    [str(token) for token in tokens[0]],
+)
 
 # %% [markdown]
-# How much of each head's weight lies on the anti-diagonal, as a mean over all rows and queries; a head that looks
-# everywhere has 1 / T = 0.25. The entropy says the same: 0 for one key, ln 4 = 1.386 for all of them.
+# How much of each head's weight lies on the anti-diagonal, as a mean over all rows and queries; a
+# head that looks everywhere has 1 / T = 0.25. The entropy says the same: 0 for one key, ln 4 =
+# 1.386 for all of them.
 
 # %%
 mirror = jnp.broadcast_to(jnp.arange(T)[::-1], tokens.shape)  # [B, T]: where query t should look
 on_it = attention_maps.head_means(attention_maps.weight_at(weights, mirror))  # [L, N]
 entropy = attention_maps.head_means(attention_maps.entropy(weights))
 for head in range(model.num_heads):
-    print(f"head {head}: {on_it[0, head]:.2f} of its weight on the anti-diagonal, entropy {entropy[0, head]:.2f} nats")
+    print(
+        f"head {head}: {on_it[0, head]:.2f} of its weight on the anti-diagonal, entropy "
+        f"{entropy[0, head]:.2f} nats"
+    )

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Scaling laws
 #
-# How much does the loss fall with more parameters N and more tokens D? Hoffmann et al. 2022 (arXiv:2203.15556, equation 2)
-# fit
+# How much does the loss fall with more parameters N and more tokens D? Hoffmann et al. 2022
+# (arXiv:2203.15556, equation 2) fit
 #
 # L(N, D) = E + A / N^α + B / D^β
 #
-# to many runs. `make scaling EXP=quickstart` trains such a grid and fits it. Here the losses are given, so that the fit
-# itself can be looked at.
+# to many runs. `make scaling EXP=quickstart` trains such a grid and fits it. Here the losses are
+# given, so that the fit itself can be looked at.
 
 # %%
 import numpy as np
@@ -20,45 +20,63 @@ DRAWS = 200  # fits of the bootstrap
 # %% [markdown]
 # ## Does the fit find a law that is known?
 #
-# Losses of Hoffmann's own law for 6 sizes and 6 lengths, with noise of 0.1 %, as the seed of a run makes it.
+# Losses of Hoffmann's own law for 6 sizes and 6 lengths, with noise of 0.1 %, as the seed of a run
+# makes it.
 
 # %%
 truth = scaling.HOFFMANN
-N, D = (grid.ravel() for grid in np.meshgrid(np.geomspace(1e7, 1e10, 6), np.geomspace(2e8, 2e11, 6)))
+N, D = (
+    grid.ravel() for grid in np.meshgrid(np.geomspace(1e7, 1e10, 6), np.geomspace(2e8, 2e11, 6))
+)
 losses = truth.loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 1e-3, N.size))
 law = scaling.fit(losses, N, D)
 ranges = scaling.intervals(law, losses, N, D, draws=DRAWS)
 print("constant      truth        fit  95 % interval")
 for name in law._fields:
     low, high = getattr(ranges, name)
-    print(f"{name:<8} {getattr(truth, name):>10.4g} {getattr(law, name):>10.4g}  {low:.4g} to {high:.4g}")
+    print(
+        f"{name:<8} {getattr(truth, name):>10.4g} {getattr(law, name):>10.4g}  {low:.4g} to "
+        f"{high:.4g}"
+    )
 figures.scaling_law(law, losses, N, D)
 
 # %% [markdown]
-# Every exponent is within 0.01 of the truth. A and B are known much less well: an error of α is paid back by A, because all
-# N are far from 1.
+# Every exponent is within 0.01 of the truth. A and B are known much less well: an error of α is
+# paid back by A, because all N are far from 1.
 #
 # ## The best model of a budget
 #
-# Training costs about 6 N D FLOPs. For a budget C the law says which N and D give the least loss: N grows as C^(β/(α+β)).
+# Training costs about 6 N D FLOPs. For a budget C the law says which N and D give the least loss: N
+# grows as C^(β/(α+β)).
 
 # %%
 print("FLOPs      parameters       tokens  tokens a parameter   loss")
 for flops in (1e18, 1e20, 1e22, 1e24):
     size, tokens = law.optimum(flops)
-    print(f"{flops:.0e} {size:>14.3g} {tokens:>12.3g} {tokens / size:>15.0f} {law.loss(size, tokens):>11.3f}")
+    print(
+        f"{flops:.0e} {size:>14.3g} {tokens:>12.3g} {tokens / size:>15.0f} "
+        f"{law.loss(size, tokens):>11.3f}"
+    )
 
 # %% [markdown]
-# The same without a law for D: IsoFLOP curves (section 3.2). At each budget train several sizes, each with the D that is
-# left, and take the lowest point of a parabola in log N. The slope of the lowest points is the exponent.
+# The same without a law for D: IsoFLOP curves (section 3.2). At each budget train several sizes,
+# each with the D that is left, and take the lowest point of a parabola in log N. The slope of the
+# lowest points is the exponent.
 
 # %%
 budgets = np.repeat([1e18, 1e19, 1e20, 1e21], 7)
-sizes = np.concatenate([law.optimum(c)[0] * np.geomspace(1 / 3, 3, 7) for c in (1e18, 1e19, 1e20, 1e21)])
-seen = truth.loss(sizes, budgets / 6 / sizes) * np.exp(np.random.default_rng(1).normal(0, 2e-4, sizes.size))
+sizes = np.concatenate(
+    [law.optimum(c)[0] * np.geomspace(1 / 3, 3, 7) for c in (1e18, 1e19, 1e20, 1e21)]
+)
+seen = truth.loss(sizes, budgets / 6 / sizes) * np.exp(
+    np.random.default_rng(1).normal(0, 2e-4, sizes.size)
+)
 found = scaling.isoflop(budgets, sizes, seen)
 exact = truth.beta / (truth.alpha + truth.beta)
-print(f"N grows as C^{found.exponent:.3f} by the curves, as C^{exact:.3f} by the law they are drawn from")
+print(
+    f"N grows as C^{found.exponent:.3f} by the curves, as C^{exact:.3f} by the law they are "
+    f"drawn from"
+)
 
 axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
 for color, flops in zip(figures.COLORS, found.flops, strict=False):
@@ -75,14 +93,18 @@ axes.get_figure()
 # %% [markdown]
 # ## Nine small runs
 #
-# These losses are real: `quickstart` with d = 16, 32 and 64 for 60, 120 and 240 steps (`make scaling EXP=quickstart`, seed
-# 0, two CPU cores). The curves go through the points, and yet the intervals are wide, and E comes out as 0: runs so small
+# These losses are real: `quickstart` with d = 16, 32 and 64 for 60, 120 and 240 steps (`make
+# scaling EXP=quickstart`, seed
+# 0, two CPU cores). The curves go through the points, and yet the intervals are wide, and E comes
+# out as 0: runs so small
 # and short say nothing about the entropy of the text.
 
 # %%
 N = np.repeat([12432, 49440, 197184], 3)  # without the tables of tokens
 D = np.tile([122880, 245760, 491520], 3)
-losses = np.array([3.8027, 3.3216, 3.0070, 3.2731, 2.9093, 2.5784, 2.8398, 2.5618, 2.2351])  # nats a byte
+losses = np.array(
+    [3.8027, 3.3216, 3.0070, 3.2731, 2.9093, 2.5784, 2.8398, 2.5618, 2.2351]
+)  # nats a byte
 law = scaling.fit(losses, N, D)
 ranges = scaling.intervals(law, losses, N, D, draws=DRAWS)
 for name in law._fields:

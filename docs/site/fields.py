@@ -1,4 +1,5 @@
-"""A griffe extension: comments beside fields become their documentation, and docstrings are read as plain text."""
+"""A griffe extension: comments beside fields become their documentation, and docstrings are read as
+plain text."""
 
 import re
 from pathlib import Path
@@ -20,7 +21,12 @@ def visit(item) -> None:
             member.docstring.value = escaped(member.docstring.value)
         if member.is_module or member.is_class:
             visit(member)
-        elif item.is_module and member.is_attribute and not member.docstring and (text := comment(member)):
+        elif (
+            item.is_module
+            and member.is_attribute
+            and not member.docstring
+            and (text := comment(member))
+        ):
             member.docstring = griffe.Docstring(escaped(text), parent=member)
     if item.is_class:
         add_table(item)
@@ -32,18 +38,32 @@ def escaped(text: str) -> str:
     for line in text.splitlines():
         pieces = line.split("`")
         if not line.startswith("    "):
-            pieces[::2] = [re.sub(r"([\\*_\[\]])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2]]
+            pieces[::2] = [
+                re.sub(r"([\\*_\[\]])", r"\\\1", piece).replace("<", "&lt;")
+                for piece in pieces[::2]
+            ]
         lines.append("`".join(pieces))
     return "\n".join(lines)
 
 
 def add_table(item: griffe.Class) -> None:
     """The fields of a class as a table at the end of its docstring."""
-    fields = [one for one in attributes(item) if one.annotation is not None and not one.name.startswith("_")]
+    fields = [
+        one
+        for one in attributes(item)
+        if one.annotation is not None and not one.name.startswith("_")
+    ]
     if not fields:
         return
-    rows = [(f"`{one.name}`", code(one.annotation), code(one.value), escaped(comment(one))) for one in fields]
-    columns = [pair for pair in zip(("field", "type", "default", " "), zip(*rows, strict=True), strict=True) if any(pair[1])]
+    rows = [
+        (f"`{one.name}`", code(one.annotation), code(one.value), escaped(comment(one)))
+        for one in fields
+    ]
+    columns = [
+        pair
+        for pair in zip(("field", "type", "default", " "), zip(*rows, strict=True), strict=True)
+        if any(pair[1])
+    ]
     heads, cells = zip(*columns, strict=True)
     lines = [heads, ["---"] * len(heads), *zip(*cells, strict=True)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -55,7 +75,11 @@ def attributes(item: griffe.Class) -> list[griffe.Attribute]:
     """Own and inherited ones, first those of the bases."""
     found = {}
     for one in [*reversed(item.mro()), item]:
-        found |= {name: member for name, member in one.members.items() if member.is_attribute and not member.is_alias}
+        found |= {
+            name: member
+            for name, member in one.members.items()
+            if member.is_attribute and not member.is_alias
+        }
     return list(found.values())
 
 
@@ -66,7 +90,9 @@ def code(expression) -> str:
 def comment(field: griffe.Attribute) -> str:
     """What stands behind a field, or above it, or above the lines that it is one of."""
     lines = Path(str(field.filepath)).read_text().splitlines()
-    beside = re.sub(r"# (fmt|noqa|pyrefly|type)\b.*", "", lines[field.endlineno - 1]).partition("  # ")[2]
+    beside = re.sub(r"# (fmt|noqa|pyrefly|type)\b.*", "", lines[field.endlineno - 1]).partition(
+        "  # "
+    )[2]
     if beside:
         return beside.strip().replace("|", "\\|")
     above = field.lineno - 2

@@ -1,4 +1,5 @@
-"""Pages that are made, not written: the API, the experiments, the notebooks. mkdocs calls the functions `on_...`.
+"""Pages that are made, not written: the API, the experiments, the notebooks. mkdocs calls the
+functions `on_...`.
 
 A package, an experiment or a notebook that is new has its page without a line here.
 """
@@ -39,12 +40,21 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """`<!-- experiments FOLDER -->` becomes a section for each experiment of that folder."""
-    return re.sub(r"<!-- experiments (\S+) -->", lambda found: experiments(ROOT / found[1]), markdown)
+    return re.sub(
+        r"<!-- experiments (\S+) -->", lambda found: experiments(ROOT / found[1]), markdown
+    )
 
 
 def packages() -> dict[str, list[str]]:
     """The modules of each page of the API, a package each, by the page's name."""
-    pages = {"jaxformer": ["jaxformer.config", "jaxformer.errors", "jaxformer.params", "jaxformer.sharding"]}
+    pages = {
+        "jaxformer": [
+            "jaxformer.config",
+            "jaxformer.errors",
+            "jaxformer.params",
+            "jaxformer.sharding",
+        ]
+    }
     for folder in sorted(path.parent for path in PACKAGE.rglob("*/__init__.py")):
         title = ".".join(folder.relative_to(PACKAGE).parts)
         if title not in ("config", "cli"):
@@ -67,12 +77,17 @@ def api_page(title: str, modules: list[str]) -> str:
             if f"{node.module}.{alias.name}" not in modules and not alias.name.isupper()
         ]
         lines += [f"`from {package} import ...` offers {', '.join(offered)}.", ""]
-    lines += [f"::: {package}", "    options: {show_root_heading: false, show_root_toc_entry: false}", ""]
+    lines += [
+        f"::: {package}",
+        "    options: {show_root_heading: false, show_root_toc_entry: false}",
+        "",
+    ]
     return "\n".join([*lines, *(f"::: {module}\n" for module in modules)])
 
 
 def executed(path: Path) -> Path:
-    """The folder with what a notebook gave: its page and its pictures. It runs where it or the library has changed."""
+    """The folder with what a notebook gave: its page and its pictures. It runs where it or the
+    library has changed."""
     sources = [path, Path(__file__).with_name("notebook.py"), *sorted(PACKAGE.rglob("*.py"))]
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in sources)).hexdigest()[:16]
     folder = CACHE / f"{path.stem}-{digest}"
@@ -85,16 +100,27 @@ def executed(path: Path) -> Path:
 
 
 def experiments(folder: Path) -> str:
-    """A section for each experiment: what it is, what it should give, how long it takes and its command."""
+    """A section for each experiment: what it is, what it should give, how long it takes and its
+    command."""
     sources = {path.stem: path.read_text() for path in sorted(folder.glob("*.py"))}
-    starts = re.compile(r"^experiment = |__main__", flags=re.MULTILINE)  # a file without these is a part of others
-    told = {name: ast.get_docstring(ast.parse(text)) for name, text in sources.items() if starts.search(text)}
+    starts = re.compile(
+        r"^experiment = |__main__", flags=re.MULTILINE
+    )  # a file without these is a part of others
+    told = {
+        name: ast.get_docstring(ast.parse(text))
+        for name, text in sources.items()
+        if starts.search(text)
+    }
     return "\n\n".join(section(name, docstring or "") for name, docstring in told.items())
 
 
 def section(name: str, docstring: str) -> str:
     """The docstring as Markdown: `Expected:` and the like as terms, the command as code."""
     terms = r"(?:^|(?<=\. ))(Expected|Time|Predicted|Data)\b([^:.]{0,80}):(?= |$)"
-    told, command, asked = re.sub(r"(?<=\. )Command:", "\nCommand:", docstring).partition("\nCommand:")
+    told, command, asked = re.sub(r"(?<=\. )Command:", "\nCommand:", docstring).partition(
+        "\nCommand:"
+    )
     body = re.sub(terms, r"\n\n**\1\2.**", told, flags=re.MULTILINE)
-    return f"### {name}\n\n{body}\n\n" + (f"```text\n{textwrap.dedent(asked).strip()}\n```" if command else "")
+    return f"### {name}\n\n{body}\n\n" + (
+        f"```text\n{textwrap.dedent(asked).strip()}\n```" if command else ""
+    )

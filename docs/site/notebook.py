@@ -1,8 +1,10 @@
-"""Runs a notebook in percent format and writes it down as a page: its text, its code, what it printed and drew.
+"""Runs a notebook in percent format and writes it down as a page: its text, its code, what it
+printed and drew.
 
     python docs/site/notebook.py docs/notebooks/masks.py FOLDER
 
-A cell begins with `# %%`, a cell of text with `# %% [markdown]`. A cell that ends with a matplotlib figure shows it.
+A cell begins with `# %%`, a cell of text with `# %% [markdown]`. A cell that ends with a matplotlib
+figure shows it.
 """
 
 import ast

@@ -1,8 +1,9 @@
-"""Resident memory of a run on a corpus of any size, 4 GB by default: generated, encoded, trained on, deleted.
+"""Resident memory of a run on a large corpus, 4 GB by default.
 
-Prints VmHWM, the most memory that the training process ever had resident (pages of files that it maps included), RssAnon at
-the end, and the most that a process of the encoding had.
-Command: python -m experiments.bench.corpus_memory [--megabytes 4000] [--steps 300] [--folder /tmp]
+It generates the corpus, encodes it, trains on it, and deletes it. It prints VmHWM (the peak
+resident memory of the training process, with pages of files that it maps), RssAnon and RssFile at
+the end, and the peak of an encoding process. Command: python -m experiments.bench.corpus_memory
+[--megabytes 4000] [--steps 300] [--folder /tmp]
 """
 
 import argparse
@@ -23,7 +24,8 @@ from jaxformer.training import Experiment
 experiment = Experiment(
     name="corpus_memory",
     model=ModelConfig(vocab_size=256, num_layers=1, d_model=32, num_heads=2, context_length=128),
-    data=Corpus(path="text", cache="cache"), steps={steps}, batch_size=32, eval_batches=10, log_every=50,
+    data=Corpus(path="text", cache="cache"), \
+steps={steps}, batch_size=32, eval_batches=10, log_every=50,
 )
 """
 RUN = """
@@ -31,15 +33,18 @@ import resource, sys
 from jaxformer import cli
 code = cli.main(["train", "corpus_memory.py", "--runs", "runs"])
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-print("MEMORY", *(int(status[name].split()[0]) // 1000 for name in ("VmHWM", "RssAnon", "RssFile")), end=" ")
+print("MEMORY", \
+*(int(status[name].split()[0]) // 1000 for name in ("VmHWM", "RssAnon", "RssFile")), end=" ")
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1000, code)
 """
 
 
 def generate(folder: Path, megabytes: int) -> None:
-    """JSONL files of 500 MB of documents of random words."""
+    """Writes JSONL files of 500 MB each, with documents of random words."""
     rng = np.random.default_rng(0)
-    words = ["".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(2, 9))) for _ in range(5000)]
+    words = [
+        "".join(chr(97 + c) for c in rng.integers(0, 26, rng.integers(2, 9))) for _ in range(5000)
+    ]
     pool = " ".join(words[i] for i in rng.zipf(1.3, 4_000_000) % 5000)
     for number, start in enumerate(range(0, megabytes, 500)):
         with open(folder / f"{number:03}.jsonl", "w") as file:
@@ -62,11 +67,23 @@ def main() -> None:
         (folder / "corpus_memory.py").write_text(EXPERIMENT.format(steps=options.steps))
         start = time.monotonic()
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-        run = subprocess.run([sys.executable, "-c", RUN], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+        run = subprocess.run(
+            [sys.executable, "-c", RUN],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         print(run.stdout)
         *_, peak, anonymous, files, encoder, code = run.stdout.split("MEMORY")[-1].split()
-        print(f"corpus {options.megabytes} MB, {options.steps} steps, {time.monotonic() - start:.0f} s, exit code {code}")
-        print(f"training process: VmHWM {peak} MB; at the end RssAnon {anonymous} MB, RssFile {files} MB")
+        print(
+            f"corpus {options.megabytes} MB, {options.steps} steps, "
+            f"{time.monotonic() - start:.0f} s, exit code {code}"
+        )
+        print(
+            f"training process: VmHWM {peak} MB; at the end RssAnon {anonymous} MB, "
+            f"RssFile {files} MB"
+        )
         print(f"an encoding process: at most {encoder} MB")
 
 

@@ -1,10 +1,11 @@
-"""Tokens a second that the input pipeline delivers, beside what a training step eats, and the same text in a torch DataLoader.
+"""Tokens a second of the input pipeline, beside a training step and beside torch's DataLoader.
 
-Three experiments as their files have them: quickstart (Python's standard library), shakespeare_char and gpt2_small (on text
-that is made here, of 1 MB and 32 MB). Ours is all that a run does: order, windows, batch, transfer to the device. The peer
-is a map-style data set of windows of the same tokens in `torch.utils.data.DataLoader`, without and with two workers, the best.
-Pipelines and step run in turn; figures are medians of rounds. Above 1 we are faster.
-Command: make bench WHAT=data          (ten minutes on 2 cores; sets up .venv-bench on first use)
+Three experiments, as in their files: quickstart (Python's standard library), shakespeare_char and
+gpt2_small (on generated text of 1 MB and 32 MB). Our pipeline does all that a run does: order,
+windows, batch, transfer to the device. The peer is a map-style data set of windows of the same
+tokens in `torch.utils.data.DataLoader`, the better of no worker and two workers. Pipelines and step
+take turns; figures are medians over rounds. Above 1 we are faster. Command: make bench WHAT=data
+(ten minutes on 2 cores; sets up .venv-bench on first use)
 """
 
 import argparse
@@ -22,13 +23,13 @@ from typing import Any
 from experiments.bench import compare
 from experiments.bench.train import ours, token_batch
 
-BATCHES = 200  # of a measurement
+BATCHES = 200  # batches of a measurement
 MEGABYTES = {"quickstart": None, "shakespeare_char": 1, "gpt2_small": 32}
 WORDS = 5000
 
 
 def write_text(path: Path, megabytes: int) -> None:
-    """Random words, in lines."""
+    """Writes lines of random words."""
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(WORDS)]
     with path.open("w") as file:
@@ -37,19 +38,21 @@ def write_text(path: Path, megabytes: int) -> None:
 
 
 def experiment_of(name: str, folder: Path) -> Any:
-    """The experiment on text of its size; of gpt2_small one micro-batch."""
+    """The experiment on text of its size, with the batch of one micro-batch."""
     experiment: Any = import_module(f"experiments.{name}").experiment
     if megabytes := MEGABYTES[name]:
         path = folder / f"{name}.txt"
         write_text(path, megabytes)
-        options = dict(path=str(path), cache=str(folder)) | (dict(tokenizer="bytes") if name == "gpt2_small" else {})
+        options = dict(path=str(path), cache=str(folder)) | (
+            dict(tokenizer="bytes") if name == "gpt2_small" else {}
+        )
         experiment = replace(experiment, data=replace(experiment.data, **options))
     rows = experiment.batch_size // experiment.accumulation
     return replace(experiment, batch_size=rows, accumulation=1)
 
 
 def pipeline(experiment: Any, dataset: Any, seed: int) -> float:
-    """Tokens a second of batches that are on the device, from the call that starts the pipeline."""
+    """Tokens a second that arrive on the device, counted from the start of the pipeline."""
     import jax
 
     from jaxformer.data import batching
@@ -65,13 +68,18 @@ def pipeline(experiment: Any, dataset: Any, seed: int) -> float:
 def torch_loader(tokens: Path, context: int, rows: int) -> float:
     """Tokens a second of the peer."""
     done = subprocess.run(
-        compare.run_of_peer("loader", str(tokens), str(context), str(rows)), capture_output=True, text=True, check=True
+        compare.run_of_peer("loader", str(tokens), str(context), str(rows)),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return json.loads(done.stdout.splitlines()[-1])["tokens"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--experiments", nargs="+", choices=MEGABYTES, default=list(MEGABYTES))
     options = parser.parse_args()
@@ -80,7 +88,7 @@ def main() -> None:
     from jaxformer.data import batching
     from jaxformer.runs import memory
 
-    memory.keep()  # as the step of a run has it; before JAX starts
+    memory.keep()  # as in a run; before JAX starts
     for name in options.experiments:
         with tempfile.TemporaryDirectory() as folder:
             experiment = experiment_of(name, Path(folder))
@@ -92,14 +100,32 @@ def main() -> None:
             float(step())  # the first one does not count
             eaten, delivered, peer = [], [], []
             for turn in range(options.rounds):
-                eaten.append(1e3 * rows * context / compare.time_calls(lambda step=step: float(step()), 1, 0)["ms"])
+                eaten.append(
+                    1e3
+                    * rows
+                    * context
+                    / compare.time_calls(lambda step=step: float(step()), 1, 0)["ms"]
+                )
                 delivered.append(pipeline(experiment, dataset, turn))
                 peer.append(torch_loader(file, context, rows))
             ate, got, theirs = map(statistics.median, (eaten, delivered, peer))
-            print(f"{name}: batches of {rows} x {context}, {options.rounds} rounds of {BATCHES} batches")
-            for who, speed, each in (("pipeline", got, delivered), ("step", ate, eaten), ("torch DataLoader", theirs, peer)):
+            print(
+                f"{name}: batches of {rows} x {context}, {options.rounds} rounds of {BATCHES} "
+                "batches"
+            )
+            for who, speed, each in (
+                ("pipeline", got, delivered),
+                ("step", ate, eaten),
+                ("torch DataLoader", theirs, peer),
+            ):
                 print(f"  {who:16} {speed:12,.0f} tokens/s  ({min(each):,.0f} to {max(each):,.0f})")
-            print(f"  ratio pipeline / step: {got / ate:.1f}; ratio pipeline / DataLoader: {got / theirs:.2f}\n", flush=True)
+            print(
+                (
+                    f"  ratio pipeline / step: {got / ate:.1f}; ratio pipeline / DataLoader: "
+                    f"{got / theirs:.2f}\n"
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,23 @@
-"""What one NVIDIA GPU shows of this library, in one call of at most eight minutes; results are JSON lines.
+"""All checks of this library on one NVIDIA GPU, in one call of at most eight minutes.
 
-Parts, in order of worth: `tests` (those marked `gpu`: kernels, models and decoding against the reference and the CPU, a killed
-run), `train` (GPT-2 small at 1,024 tokens beside torch.compile with SDPA and fused AdamW: milliseconds, MFU, peak memory; with
-and without deterministic kernels), `large` (the same with 1.3 billion parameters), `decode` (GPT-2 small, 1 and 64 rows, beside
-transformers with a static cache), `plan` (what the plan says of these steps, beside what was measured).
-For a bare machine: Python 3.12, jax 0.11 or later with CUDA, torch and transformers beside it, no network. What else is needed
-`make wheels-gpu` collects. Without a GPU, `--small` runs all of it at sizes for a CPU.
+The parts, the most important first:
+    facts    the device and the versions tests    tests marked `gpu`: kernels, models and decoding
+    against the reference and the CPU, and a
+             killed run
+    train    GPT-2 small at 1,024 tokens beside torch.compile with SDPA and fused AdamW:
+    milliseconds,
+             MFU, peak memory; with and without deterministic kernels
+    large    the same with 1.3 billion parameters
+    decode   GPT-2 small, batch 1 and 64, beside transformers with a static cache
+    plan     the predictions of the plan for these steps beside the measurements
+
+It is for a bare machine: Python 3.12, jax 0.11 or later with CUDA, torch and transformers beside
+it, no network. `make wheels-gpu` collects everything else. Without a GPU, `--small` runs all parts
+at sizes for a CPU. Results are JSON lines.
+
 Command: make check-gpu                       (results: runs/check-gpu.jsonl)
-         make check-gpu ARGS="--parts train decode --seconds 300"
-         python3 -m experiments.bench.gpu     (with the interpreter of such a machine, in a checkout)
+         make check-gpu ARGS="--parts train decode --seconds 300" python3 -m experiments.bench.gpu
+         (with the interpreter of such a machine, in a checkout)
 """
 
 import argparse
@@ -29,17 +38,18 @@ from experiments.bench.decode import NEW
 from experiments.bench.shapes import find
 
 DETERMINISTIC = "--xla_gpu_exclude_nondeterministic_ops=true"
-LIMITS = {"facts": 40, "tests": 170, "train": 150, "large": 170, "decode": 150, "plan": 60}  # seconds of a part beside others
+# the most seconds of a part if there are several parts
+LIMITS = {"facts": 40, "tests": 170, "train": 150, "large": 170, "decode": 150, "plan": 60}
 
 
 class Sizes(NamedTuple):
-    """What the parts run."""
+    """The sizes of all parts."""
 
-    train: str  # a shape of `shapes`
+    train: str  # name of a shape in `shapes`
     large: str
     precision: str
-    rows: tuple[int, ...]  # of decoding
-    workers: int  # of the tests
+    rows: tuple[int, ...]  # batch sizes of decoding
+    workers: int  # processes of the tests
 
 
 GPU = Sizes("124m-1024", "1.3b-1024", "bfloat16", (1, 64), 12)
@@ -47,23 +57,23 @@ SMALL = Sizes("small", "quickstart", "float32", (1,), 2)
 
 
 class Check:
-    """A call: where its results go, and how long it may still take."""
+    """One call of this script: the file of its results, and the time that is left."""
 
     def __init__(self, out: Path, seconds: float, sizes: Sizes, parts: list[str]):
         out.parent.mkdir(parents=True, exist_ok=True)
         self.file, self.sizes, self.parts = out.open("w", encoding="utf-8"), sizes, parts
         self.began, self.end = time.monotonic(), time.monotonic() + seconds
         self.part, self.part_end = "", self.end
-        self.measured: dict[str, dict[str, Any]] = {}  # our step of each shape
+        self.measured: dict[str, dict[str, Any]] = {}  # {shape: the figures of our step}
 
     def begin(self, part: str) -> None:
-        """A part ends with the call, and before the call where other parts were asked for."""
+        """Begins a part. Its time ends with the call, or earlier if there are several parts."""
         self.part, self.part_end = part, self.end
         if len(self.parts) > 1:
             self.part_end = min(self.end, time.monotonic() + LIMITS[part])
 
     def left(self) -> float:
-        """Seconds of the part."""
+        """The seconds that are left to the part."""
         return self.part_end - time.monotonic()
 
     def write(self, **fields: Any) -> None:
@@ -73,12 +83,23 @@ class Check:
         print(line, flush=True)
 
     def lines(self, command: list[str], **variables: str) -> Iterator[str]:
-        """What a command prints, line by line. It ends, with all that it started, where the part's time is over."""
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"} | variables
+        """The lines that a command prints.
+
+        When the part's time is over, the command is killed with all processes that it started.
+        """
+        environment = (
+            os.environ
+            | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONUNBUFFERED": "1"}
+            | variables
+        )
         process = subprocess.Popen(
             ["timeout", "--signal=KILL", f"{max(1.0, self.left()):.0f}", *command],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
         assert process.stdout
         last = []
         try:
@@ -92,7 +113,7 @@ class Check:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def result(self, who: str, command: list[str], **variables: str) -> dict[str, Any] | None:
-        """The line of JSON that a command prints last; written too."""
+        """The last line of JSON that a command prints; it is written to the results."""
         found = None
         for line in self.lines(command, **variables):
             if line.startswith("{"):
@@ -103,23 +124,40 @@ class Check:
 
 
 def facts(check: Check) -> None:
-    """The device and the versions."""
+    """Writes the device and the versions."""
     check.result("machine", alone("facts_here"))
 
 
 def alone(function: str, *arguments: str) -> list[str]:
-    """The command that runs a function of this file in a process of its own, which gives the GPU back."""
+    """The command that runs a function of this file in its own process, whose end frees the GPU."""
     return [sys.executable, "-m", "experiments.bench.gpu", "--alone", function, *arguments]
 
 
 def tests(check: Check) -> None:
-    """Every test marked `gpu`: how many passed, and the names of those that did not."""
+    """Runs all tests marked `gpu`; writes the number that passed and the names of the others."""
     counts: dict[str, int] = {}
     platforms = "cuda,cpu" if compare.platform() == "gpu" else "cpu"
-    options = ["-p", "no:benchmark", "-v", "--tb=short", "-m", "gpu", "-n", str(check.sizes.workers), "--maxschedchunk=1"]
-    # those that take long come first
+    options = [
+        "-p",
+        "no:benchmark",
+        "-v",
+        "--tb=short",
+        "-m",
+        "gpu",
+        "-n",
+        str(check.sizes.workers),
+        "--maxschedchunk=1",
+    ]
+    # long tests come first
     files = [f"tests/gpu/{name}.py" for name in ("test_runs", "test_models", "test_kernels")]
-    command = [sys.executable, "-m", "pytest", *options, *files, "tests/ops/attention/test_cudnn.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        *files,
+        "tests/ops/attention/test_cudnn.py",
+    ]
     log = Path(check.file.name).with_suffix(".log").open("w", encoding="utf-8")
     for line in check.lines(command, JAX_PLATFORMS=platforms):
         log.write(line + "\n")
@@ -136,17 +174,23 @@ def ours(shape: str, precision: str) -> list[str]:
 
 
 def step(check: Check, shape: str) -> None:
-    """A training step of ours and of torch's, and their ratio."""
+    """Measures our training step and torch's, and their ratio."""
     from experiments.bench.train import experiment_of
     from jaxformer.models.cost import training_flops
 
     precision, size = check.sizes.precision, find(shape)[0]
     own = check.result("ours", ours(shape, precision))
-    peer = check.result("torch compiled", compare.run_of_peer("train", shape, "compiled", precision))
+    peer = check.result(
+        "torch compiled", compare.run_of_peer("train", shape, "compiled", precision)
+    )
     if own is None:
         return
     check.measured[shape] = own
-    flops = size.rows * size.context * training_flops(experiment_of(shape, "float32").model, size.context)
+    flops = (
+        size.rows
+        * size.context
+        * training_flops(experiment_of(shape, "float32").model, size.context)
+    )
     found: dict[str, Any] = {"ms": own["ms"]}
     if "peak" in own:
         found["mfu"] = round(1e3 * flops / own["ms"] / own["peak"], 3)
@@ -156,9 +200,13 @@ def step(check: Check, shape: str) -> None:
 
 
 def train(check: Check) -> None:
-    """GPT-2 small, and our step again with kernels that give the same bits at every call."""
+    """GPT-2 small, and our step again with kernels that give the same bits in every call."""
     step(check, check.sizes.train)
-    check.result("ours, deterministic", ours(check.sizes.train, check.sizes.precision), XLA_FLAGS=DETERMINISTIC)
+    check.result(
+        "ours, deterministic",
+        ours(check.sizes.train, check.sizes.precision),
+        XLA_FLAGS=DETERMINISTIC,
+    )
 
 
 def large(check: Check) -> None:
@@ -174,9 +222,21 @@ def decode(check: Check) -> None:
         rates = {}
         for who, command in {
             "ours": [sys.executable, *module, "ours", "gpt2", precision, str(rows), "32"],
-            "transformers": [peer, *module, "theirs", "gpt2", f"{precision} static", str(rows), "32"],
+            "transformers": [
+                peer,
+                *module,
+                "theirs",
+                "gpt2",
+                f"{precision} static",
+                str(rows),
+                "32",
+            ],
         }.items():
-            seconds = [float(line) for line in check.lines(command) if re.fullmatch(r"[\d.]+(e-?\d+)?", line)]
+            seconds = [
+                float(line)
+                for line in check.lines(command)
+                if re.fullmatch(r"[\d.]+(e-?\d+)?", line)
+            ]
             if seconds:
                 rates[who] = rows * NEW / seconds[-1]
         ratio = {"ratio": rates["ours"] / rates["transformers"]} if len(rates) == 2 else {}
@@ -184,7 +244,7 @@ def decode(check: Check) -> None:
 
 
 def plan(check: Check) -> None:
-    """What the plan says of the step of `train`, beside what was measured: the compiler's memory, the roofline's time."""
+    """The plan of the step of `train` beside the measurement: memory and time."""
     shape = check.sizes.train
     found, measured = check.result("plan", alone("plan_here", shape)), check.measured.get(shape)
     if found and measured and found.get("step_seconds"):
@@ -198,19 +258,32 @@ PARTS = {part.__name__: part for part in (facts, tests, train, large, decode, pl
 
 
 def facts_here() -> dict[str, Any]:
-    """The devices of this process, and the versions of what it imports."""
+    """The devices of this process, and the versions of its packages."""
     import importlib.metadata
 
     import jax
 
-    names = "jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "torch", "transformers", "flax", "orbax-checkpoint"
+    names = (
+        "jax",
+        "jaxlib",
+        "jax-cuda13-plugin",
+        "nvidia-cudnn-cu13",
+        "torch",
+        "transformers",
+        "flax",
+        "orbax-checkpoint",
+    )
     versions = {}
     for name in names:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "none"
-    return dict(devices=[device.device_kind for device in jax.devices()], cores=os.cpu_count(), versions=versions)
+    return dict(
+        devices=[device.device_kind for device in jax.devices()],
+        cores=os.cpu_count(),
+        versions=versions,
+    )
 
 
 def plan_here(shape: str) -> dict[str, Any]:
@@ -226,15 +299,24 @@ def plan_here(shape: str) -> dict[str, Any]:
 
     if jax.devices()[0].device_kind not in CHIPS:
         return dict(skipped="no data sheet of this device")
-    found = plan(replace(experiment_of(shape, "bfloat16"), data=Stdlib()), "here", jax.devices()[:1])
-    return dict(step_seconds=found.step_seconds, peak_bytes=found.peak_bytes, seconds=found.seconds, moved=found.moved_bytes)
+    found = plan(
+        replace(experiment_of(shape, "bfloat16"), data=Stdlib()), "here", jax.devices()[:1]
+    )
+    return dict(
+        step_seconds=found.step_seconds,
+        peak_bytes=found.peak_bytes,
+        seconds=found.seconds,
+        moved=found.moved_bytes,
+    )
 
 
 ALONE = {function.__name__: function for function in (facts_here, plan_here)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=480.0, help="of all parts together")
     parser.add_argument("--out", type=Path, default=Path("runs/check-gpu.jsonl"))

@@ -1,8 +1,9 @@
-"""The peers of the benchmarks, in torch: run with .venv-bench, one process a figure, which it prints as a line of JSON.
+"""The peers of the benchmarks, in torch. Each process prints one figure as a line of JSON.
 
-Each has its own recommended settings: scaled_dot_product_attention, fused AdamW, autocast to bfloat16 for training, bfloat16
-weights for inference, and `compiled` (torch.compile) beside `eager`. Weights are random; the work is that of our run.
-Command: .venv-bench/bin/python -m experiments.bench.peers train small eager float32
+Run it with the interpreter of .venv-bench. Each peer has its own recommended settings:
+scaled_dot_product_attention, fused AdamW, autocast to bfloat16 for training, bfloat16 weights for
+inference, and `compiled` (torch.compile) beside `eager`. Weights are random. The work equals that
+of our run. Command: .venv-bench/bin/python -m experiments.bench.peers train small eager float32
 """
 
 import json
@@ -21,7 +22,7 @@ DEVICE = {"cpu": "cpu", "gpu": "cuda"}[platform()]
 
 
 def wait(result) -> None:
-    """A call on a GPU returns before it is done."""
+    """Waits for the GPU: a call there returns before its work is done."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 
@@ -40,8 +41,14 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x):
         rows, length, width = x.shape
@@ -58,7 +65,10 @@ class Decoder(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, context: int, vocabulary: int):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.body, self.last = nn.Sequential(*(Layer(width, heads) for _ in range(layers))), nn.LayerNorm(width, bias=False)
+        self.body, self.last = (
+            nn.Sequential(*(Layer(width, heads) for _ in range(layers))),
+            nn.LayerNorm(width, bias=False),
+        )
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -70,9 +80,10 @@ class Decoder(nn.Module):
 
 
 def make_step(model: nn.Module, loss_of, mode: str, precision: str, batch: tuple = ()):
-    """A training step with clipping and fused AdamW: forward and backward are compiled in mode `compiled`.
+    """A training step with clipping and fused AdamW.
 
-    `batch` has the arguments of `loss_of` for each micro-batch; their losses are averaged.
+    With mode "compiled" the forward and backward pass are compiled. `batch` has the arguments of
+    `loss_of` for each micro-batch; the losses of all are averaged.
     """
     groups = [
         dict(params=[p for p in model.parameters() if p.ndim > 1], weight_decay=0.1),
@@ -97,7 +108,7 @@ def make_step(model: nn.Module, loss_of, mode: str, precision: str, batch: tuple
 
 
 def decoder_step(shape: str, mode: str, precision: str):
-    """The twin of our train step."""
+    """The torch step that equals our train step."""
     size, parts = find(shape)
     model = Decoder(size.layers, size.width, size.heads, size.context, size.vocabulary)
     ids = torch.randint(0, size.vocabulary, (size.rows, size.context))
@@ -110,7 +121,11 @@ def gpt2_step(shape: str, mode: str, precision: str):
 
     size, _ = find(shape)
     options = dict(
-        vocab_size=size.vocabulary, n_layer=size.layers, n_embd=size.width, n_head=size.heads, n_positions=size.context
+        vocab_size=size.vocabulary,
+        n_layer=size.layers,
+        n_embd=size.width,
+        n_head=size.heads,
+        n_positions=size.context,
     )
     dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **dropout)).train()
@@ -126,16 +141,34 @@ def network(name: str):
     ids = torch.randint(5, 30_000, (rows, length))
     if name == "bert":
         quiet = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        return transformers.BertForMaskedLM(transformers.BertConfig(**quiet)), dict(input_ids=ids), ids
+        return (
+            transformers.BertForMaskedLM(transformers.BertConfig(**quiet)),
+            dict(input_ids=ids),
+            ids,
+        )
     if name == "vit":
         config = transformers.ViTConfig(num_labels=1000)
         images = torch.randn(rows, 3, 224, 224)
-        return transformers.ViTForImageClassification(config), dict(pixel_values=images), torch.randint(0, 1000, (rows,))
+        return (
+            transformers.ViTForImageClassification(config),
+            dict(pixel_values=images),
+            torch.randint(0, 1000, (rows,)),
+        )
     config = transformers.T5Config(
-        vocab_size=32_128, d_model=512, d_ff=2048, num_layers=6, num_heads=8, dropout_rate=0.0, decoder_start_token_id=0,
+        vocab_size=32_128,
+        d_model=512,
+        d_ff=2048,
+        num_layers=6,
+        num_heads=8,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
         use_cache=False,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config), dict(input_ids=ids, decoder_input_ids=ids), ids
+    )
+    return (
+        transformers.T5ForConditionalGeneration(config),
+        dict(input_ids=ids, decoder_input_ids=ids),
+        ids,
+    )
 
 
 def model_train(name: str, mode: str, precision: str):
@@ -159,11 +192,16 @@ def model_forward(name: str, mode: str, precision: str):
 
 
 def attention_call(case: str, mode: str, precision: str):
-    """Forward and backward of attention of `shapes.ATTENTION`'s heads: case is KIND-LENGTH, mode the implementation."""
+    """A forward and backward pass of attention with the heads of `shapes.ATTENTION`.
+
+    `case` is KIND-LENGTH, `mode` the implementation.
+    """
     kind, length = case.split("-")
     n, (rows, heads, width, window) = int(length), ATTENTION
     dtype = getattr(torch, precision)
-    q, k, v = (torch.randn(rows, heads, n, width, dtype=dtype, requires_grad=True) for _ in range(3))
+    q, k, v = (
+        torch.randn(rows, heads, n, width, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
     g = torch.randn(rows, heads, n, width, dtype=dtype)
     if mode == "sdpa" and kind == "causal":
         call = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -173,15 +211,23 @@ def attention_call(case: str, mode: str, precision: str):
         mask = (distance >= 0) & (distance <= window)
         call = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     elif mode == "flex":
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # pyrefly: ignore[missing-import]
+        from torch.nn.attention.flex_attention import (  # pyrefly: ignore[missing-import]
+            create_block_mask,
+            flex_attention,
+        )
 
         rule = lambda b, h, i, j: (i >= j) & ((i - j <= window) | (kind == "causal"))
-        mask, compiled = create_block_mask(rule, None, None, n, n, device=DEVICE), torch.compile(flex_attention)
+        mask, compiled = (
+            create_block_mask(rule, None, None, n, n, device=DEVICE),
+            torch.compile(flex_attention),
+        )
         call = lambda: compiled(q, k, v, block_mask=mask)
     else:  # blocks of `window` tokens, each with the block before it: the package local-attention
         from local_attention import LocalAttention  # pyrefly: ignore[missing-import]
 
-        options = dict(causal=True, look_backward=1, look_forward=0, autopad=True, exact_windowsize=True)
+        options = dict(
+            causal=True, look_backward=1, look_forward=0, autopad=True, exact_windowsize=True
+        )
         local = LocalAttention(window_size=window, use_rotary_pos_emb=False, **options)
         call = lambda: local(q, k, v)
 
@@ -194,12 +240,12 @@ def attention_call(case: str, mode: str, precision: str):
 
 
 def first_step(mode: str) -> float:
-    """Seconds from the start of this program to the end of the first training step of a model of the quickstart's size."""
+    """Runs the first training step of a model of the quickstart's size; returns its loss."""
     return float(decoder_step("quickstart", mode, "bfloat16")())
 
 
 class Windows(torch.utils.data.Dataset):
-    """Each window of a text's tokens and the tokens that follow them."""
+    """Windows of a text's tokens, each with the tokens that follow: (inputs, labels)."""
 
     def __init__(self, file: str, context: int):
         import numpy as np
@@ -211,14 +257,18 @@ class Windows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         start = index * self.context
-        return self.tokens[start : start + self.context], self.tokens[start + 1 : start + self.context + 1]
+        return self.tokens[start : start + self.context], self.tokens[
+            start + 1 : start + self.context + 1
+        ]
 
 
 def loader(file: str, context: str, rows: str) -> dict[str, float]:
-    """Tokens a second of 200 batches, without and with two workers, the best."""
+    """{"tokens": tokens a second over 200 batches}, the better of no worker and two workers."""
     found = []
     for workers in (0, 2):
-        batches = torch.utils.data.DataLoader(Windows(file, int(context)), int(rows), shuffle=True, num_workers=workers)
+        batches = torch.utils.data.DataLoader(
+            Windows(file, int(context)), int(rows), shuffle=True, num_workers=workers
+        )
         tokens, began = 0, time.perf_counter()
         for _, (inputs, _) in zip(range(200), batches, strict=False):
             tokens += inputs.numel()
@@ -227,9 +277,12 @@ def loader(file: str, context: str, rows: str) -> dict[str, float]:
 
 
 WORKS = {
-    "train": decoder_step, "gpt2": gpt2_step, "model-train": model_train, "model-forward": model_forward,
+    "train": decoder_step,
+    "gpt2": gpt2_step,
+    "model-train": model_train,
+    "model-forward": model_forward,
     "attention": attention_call,
-}  # fmt: skip
+}
 
 
 def main() -> None:

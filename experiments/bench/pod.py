@@ -1,8 +1,9 @@
-"""A pod in small: 8 processes with a state of 8 GB and a corpus of 20 GB; restored by 4 processes and by one. All is deleted.
+"""A small pod: 8 processes train with a state of 8 GB; then 4 processes restore it, then one.
 
-Each start makes some steps and saves after each. Prints the most memory that a process ever had resident, beside its share of
-the state, the seconds of encoding, restoring and saving, and the bytes that a process read and wrote meanwhile.
-Command: make bench WHAT=pod ARGS="--folder /tmp"       smaller: --state 1 --corpus 0.5 --processes 4 2 1
+The corpus has 20 GB. Each start makes some steps and saves after each. It prints the peak resident
+memory of a process beside its share of the state, the seconds of encoding, restoring and saving,
+and the bytes that a process read and wrote in that time. At the end everything is deleted. Command:
+make bench WHAT=pod ARGS="--folder /tmp"       smaller: --state 1 --corpus 0.5 --processes 4 2 1
 """
 
 import argparse
@@ -25,8 +26,10 @@ from jaxformer.parallel import Mesh
 from jaxformer.training import Checkpoints, Experiment
 experiment = Experiment(
     name="pod",
-    model=ModelConfig(vocab_size=256, num_layers={layers}, d_model={D}, num_heads=8, d_ff={F}, context_length=32, remat="full"),
-    data=Corpus(path="text", cache="cache", jobs=1), steps=99, batch_size=8, eval_every=100, eval_batches=1, log_every=1,
+    model=ModelConfig(vocab_size=256, num_layers={layers}, d_model={D}, num_heads=8, \
+d_ff={F}, context_length=32, remat="full"),
+    data=Corpus(path="text", cache="cache", jobs=1), \
+steps=99, batch_size=8, eval_every=100, eval_batches=1, log_every=1,
     mesh=Mesh(data=1, fsdp=-1), checkpoints=Checkpoints(every=2, keep_latest=1, keep_best=0),
 )
 """
@@ -60,17 +63,23 @@ raise SystemExit(code != 143)
 
 
 def start(count: int, folder: Path) -> tuple[float, list[str]]:
-    """Seconds, and what each process said."""
+    """(seconds of a start, the output of each process)."""
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "JAXFORMER_COORDINATOR": f"127.0.0.1:{free_port()}",
-        "JAXFORMER_PROCESSES": str(count), "PYTHONPATH": str(Path(__file__).parents[2]), "JAXFORMER_STEP_LIMIT": "3000",
-    }  # fmt: skip
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAXFORMER_COORDINATOR": f"127.0.0.1:{free_port()}",
+        "JAXFORMER_PROCESSES": str(count),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "JAXFORMER_STEP_LIMIT": "3000",
+    }
     began, processes = time.monotonic(), []
     for index in range(count):
         with (folder / f"out-{index}").open("w") as out:
             command = [sys.executable, "-c", RUN]
             own = environment | {"JAXFORMER_PROCESS": str(index)}
-            processes.append(subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=subprocess.STDOUT))
+            processes.append(
+                subprocess.Popen(command, cwd=folder, env=own, stdout=out, stderr=subprocess.STDOUT)
+            )
     codes = [process.wait() for process in processes]
     said = [(folder / f"out-{index}").read_text() for index in range(count)]
     if any(codes):
@@ -91,7 +100,10 @@ def main() -> None:
         (folder / "text").mkdir()
         (folder / "pod.py").write_text(EXPERIMENT.format(layers=layers, D=D, F=F))
         generate(folder / "text", int(1000 * options.corpus))
-        print("processes  peak GB  share GB  seconds  part      seconds   GB read  GB written (by a process, at most)")
+        print(
+            "processes  peak GB  share GB  seconds  part      seconds   GB read  GB written "
+            "(by a process, at most)"
+        )
         for count in options.processes:
             seconds, said = start(count, folder)
             found = [re.findall(r"MEASURED (\w+) ([\d.]+) (\d+) (\d+)", text) for text in said]
@@ -100,7 +112,10 @@ def main() -> None:
             print(f"{count:9}  {peak / 1e9:7.2f}  {share / 1e9:8.2f}  {seconds:7.0f}", flush=True)
             for rows in zip(*found, strict=True):
                 took, read, written = (max(float(row[i]) for row in rows) for i in (1, 2, 3))
-                print(f"{'':39}{rows[0][0]:8} {took:8.1f}  {read / 1e9:8.3f}  {written / 1e9:8.3f}", flush=True)
+                print(
+                    f"{'':39}{rows[0][0]:8} {took:8.1f}  {read / 1e9:8.3f}  {written / 1e9:8.3f}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -12,18 +12,20 @@ class Shape(NamedTuple):
     context: int
     rows: int
     vocabulary: int
-    steps: int  # that are timed
-    parts: int = 1  # micro-batches that are tried beside the whole batch
+    steps: int  # number of timed steps
+    parts: int = 1  # number of micro-batches, timed beside the undivided batch
 
 
 TRAIN = {
     "small": Shape(4, 128, 4, 64, 12, 65, 40),  # nanoGPT's shakespeare_char in its CPU size
-    "large": Shape(6, 384, 6, 256, 16, 65, 5, parts=4),  # in its GPU size, at a batch that a CPU bears
+    # in its GPU size, with a batch that a CPU can compute
+    "large": Shape(6, 384, 6, 256, 16, 65, 5, parts=4),
     "gpt2-256": Shape(12, 768, 12, 256, 4, 50304, 3),  # as experiments/gpt2_small.py has it
     "gpt2-1024": Shape(12, 768, 12, 1024, 1, 50304, 3),
     "quickstart": Shape(4, 128, 4, 128, 16, 256, 40),
 }
-# on a GPU, in bfloat16: GPT-2 small and GPT-3 XL (Brown et al. 2020, table 2.1, with heads of 128 that make up its width)
+# On a GPU, in bfloat16: GPT-2 small and GPT-3 XL (Brown et al. 2020, table 2.1, but with 16 heads
+# of 128, so that their widths add up to that of the model).
 GPU = {
     "124m-1024": Shape(12, 768, 12, 1024, 32, 50304, 20),
     "124m-2048": Shape(12, 768, 12, 2048, 16, 50304, 20),

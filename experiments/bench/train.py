@@ -1,13 +1,18 @@
-"""Our train step beside the same step in torch, eager and compiled (SDPA, fused AdamW), and on CPU that of transformers' GPT-2.
+"""Our train step beside the same step in torch, eager and compiled (SDPA, fused AdamW).
 
-All run in turns, each in its own process, in float32 and bfloat16; torch also with its freed memory kept, as ours is. Shapes:
-nanoGPT's two for Shakespeare, the second at a batch that a CPU bears, as a whole and in 4 micro-batches on both sides; GPT-2
-small as experiments/gpt2_small.py has it, at 4 x 256 and 1 x 1024 tokens. On a GPU, in bfloat16: 124 million and 1.3 billion
-parameters, 1,024 and 2,048 tokens; MFU is model FLOPs by the data sheet's peak (no discount for the causal mask).
-Command: make bench WHAT=train          (an hour on 2 cores; sets up .venv-bench with CPU builds of torch and transformers)
+On CPU the GPT-2 of transformers is a peer, too. All run in turns, each in its own process, in
+float32 and bfloat16; torch also with freed memory kept, like ours. The shapes on CPU are nanoGPT's
+two for Shakespeare, and GPT-2 small of experiments/gpt2_small.py at 4 x 256 and 1 x 1024 tokens.
+nanoGPT's second shape has a batch that a CPU can compute, undivided and in 4 micro-batches on both
+sides. On a GPU, in bfloat16: 124 million and 1.3 billion parameters, 1,024 and 2,048 tokens. MFU is
+model FLOPs / the peak of the data sheet (no discount for the causal mask).
+
+It takes an hour on 2 cores. The first use sets up .venv-bench with CPU builds of torch and
+transformers; with TORCH_PYTHON the peers use another interpreter that has torch.
+Command: make bench WHAT=train
          make bench WHAT=train ARGS="--rounds 3 --shapes small"
-         make bench WHAT=train ARGS="--profile runs/bench/trace --shapes large"     (what our step's time goes to)
-         TORCH_PYTHON=python3 make bench WHAT=train       (peers of an interpreter that has torch, instead of .venv-bench)
+         make bench WHAT=train ARGS="--profile runs/bench/trace --shapes large"     (times of parts)
+         TORCH_PYTHON=python3 make bench WHAT=train
 """
 
 import argparse
@@ -24,20 +29,28 @@ SHAPES = {"cpu": [shape for shape in TRAIN if shape != "quickstart"], "gpu": lis
 
 
 def experiment_of(shape: str, precision: Any):
-    """The experiment whose step is timed: what its file says, but for the sizes."""
+    """The experiment whose step is timed: that of its file, with the sizes of this shape."""
     from experiments import gpt2_small, shakespeare_char
 
     size, parts = find(shape)
-    whole = (gpt2_small if shape in GPU or shape.startswith("gpt2") else shakespeare_char).experiment
+    whole = (
+        gpt2_small if shape in GPU or shape.startswith("gpt2") else shakespeare_char
+    ).experiment
     model = replace(
-        whole.model, num_layers=size.layers, d_model=size.width, num_heads=size.heads, context_length=size.context,
+        whole.model,
+        num_layers=size.layers,
+        d_model=size.width,
+        num_heads=size.heads,
+        context_length=size.context,
         vocab_size=size.vocabulary,
-    )  # fmt: skip
-    return replace(whole, model=model, batch_size=size.rows, accumulation=parts, precision=precision)
+    )
+    return replace(
+        whole, model=model, batch_size=size.rows, accumulation=parts, precision=precision
+    )
 
 
 def program(experiment, batch: dict[str, Any]):
-    """(the library's own train step, compiled as `make train` runs it; its first state; the batch on the device)."""
+    """(the train step, compiled as by `make train`; its first state; the batch on the device)."""
     import jax
 
     from jaxformer.training.recipe import build
@@ -45,11 +58,15 @@ def program(experiment, batch: dict[str, Any]):
 
     recipe, batch = build(experiment), jax.device_put(batch)
     state = first_state(recipe)
-    return jax.jit(make_train_step(recipe), donate_argnums=0).lower(state, batch).compile(), state, batch
+    return (
+        jax.jit(make_train_step(recipe), donate_argnums=0).lower(state, batch).compile(),
+        state,
+        batch,
+    )
 
 
 def ours(experiment, batch: dict[str, Any]):
-    """(one step of `program`: a call that returns its loss, an array; the compiled program)."""
+    """(a call that makes one step and returns its loss, an array; the compiled program)."""
     compiled, state, batch = program(experiment, batch)
 
     def step():
@@ -61,12 +78,14 @@ def ours(experiment, batch: dict[str, Any]):
 
 
 def case(shape: str, precision: str):
-    """`ours` of a shape, with the memory of a run."""
+    """`ours` of a shape, with memory treated as in a run."""
     from jaxformer.runs import memory
 
     memory.keep()  # before JAX starts
     size, _ = find(shape)
-    return ours(experiment_of(shape, precision), token_batch(size.rows, size.context, size.vocabulary))
+    return ours(
+        experiment_of(shape, precision), token_batch(size.rows, size.context, size.vocabulary)
+    )
 
 
 def token_batch(rows: int, context: int, vocabulary: int) -> dict[str, Any]:
@@ -88,9 +107,18 @@ def one(shape: str, precision: str) -> dict[str, float]:
 def commands(name: str, precisions: list[str]) -> dict[tuple[str, str], list[str]]:
     """The runs of a case: ours, and its peers."""
     runs, parts = {}, find(name)[0].parts
-    for precision, shape in itertools.product(precisions, [name, f"{name}/{parts}"] if parts > 1 else [name]):
+    for precision, shape in itertools.product(
+        precisions, [name, f"{name}/{parts}"] if parts > 1 else [name]
+    ):
         how = f", {parts} parts" if "/" in shape else ""
-        runs[compare.OURS + how, precision] = [sys.executable, "-m", "experiments.bench.train", "--one", shape, precision]
+        runs[compare.OURS + how, precision] = [
+            sys.executable,
+            "-m",
+            "experiments.bench.train",
+            "--one",
+            shape,
+            precision,
+        ]
         for mode in ("eager", "compiled"):
             peers = {f"torch {mode}{how}": compare.run_of_peer("train", shape, mode, precision)}
             if shape.startswith("gpt2"):
@@ -101,13 +129,21 @@ def commands(name: str, precisions: list[str]) -> dict[tuple[str, str], list[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     shapes = SHAPES[compare.platform()]
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES["cpu"], *SHAPES["gpu"]], default=shapes)
+    parser.add_argument(
+        "--shapes", nargs="+", choices=[*SHAPES["cpu"], *SHAPES["gpu"]], default=shapes
+    )
     precisions = compare.PRECISIONS if compare.platform() == "cpu" else ["bfloat16"]
-    parser.add_argument("--precisions", nargs="+", choices=compare.PRECISIONS, default=list(precisions))
-    parser.add_argument("--profile", metavar="FOLDER", help="trace our step and print its parts, no comparison")
+    parser.add_argument(
+        "--precisions", nargs="+", choices=compare.PRECISIONS, default=list(precisions)
+    )
+    parser.add_argument(
+        "--profile", metavar="FOLDER", help="trace our step and print its parts, no comparison"
+    )
     parser.add_argument("--one", nargs=2, metavar=("SHAPE", "PRECISION"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -118,11 +154,22 @@ def main() -> None:
     for shape in options.shapes:
         size, _ = find(shape)
         if options.profile:
-            trace.profile(*case(shape, options.precisions[-1]), options.profile, f"{shape}, {options.precisions[-1]}")
+            trace.profile(
+                *case(shape, options.precisions[-1]),
+                options.profile,
+                f"{shape}, {options.precisions[-1]}",
+            )
             continue
         found = compare.alternate(commands(shape, options.precisions), options.rounds)
-        flops = size.rows * size.context * training_flops(experiment_of(shape, "float32").model, size.context)
-        title = f"{shape}: {size.layers} layers x {size.width}, batch {size.rows} x {size.context}, a training step"
+        flops = (
+            size.rows
+            * size.context
+            * training_flops(experiment_of(shape, "float32").model, size.context)
+        )
+        title = (
+            f"{shape}: {size.layers} layers x {size.width}, batch {size.rows} x "
+            f"{size.context}, a training step"
+        )
         compare.report(title, found, flops)
 
 

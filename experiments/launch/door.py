@@ -1,4 +1,7 @@
-"""What a run checks when it starts, checked before anything is rented: no device and none of its memory is needed."""
+"""The checks of a run's start, made before anything is rented. They need no device.
+
+Every launcher calls `train_command`.
+"""
 
 import ast
 import math
@@ -23,31 +26,33 @@ from jaxformer.runs.initial import check_initial
 from jaxformer.training.recipe import build
 from jaxformer.training.step import state_specs
 
-PATHS = ("path", "train", "validation")  # the fields of our data that name files
-FOLDERS = ("tokenizer", "initial", "name")  # those that name a folder, or something at a hub
+PATHS = ("path", "train", "validation")  # fields of our data that name files
+FOLDERS = ("tokenizer", "initial", "name")  # fields that name a folder, or something at a hub
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """What a launcher rents, and which files its hosts see."""
+    """The hosts that a launcher rents, and the files that they see."""
 
-    devices: int | None  # as JAX counts them; None: the launcher is not told
+    devices: int | None  # as JAX counts them; None: the launcher does not know
     processes: int = 1
     slices: int = 1
-    files: str = "tree"  # "tree": a copy of this checkout, "image": of experiments/ alone, "shared": this file system itself
-    mount: str = "/mnt/data"  # where files that are too large to be copied may be
+    # "tree": a copy of this checkout; "image": a copy of experiments/ only; "shared": this file
+    # system
+    files: str = "tree"
+    mount: str = "/mnt/data"  # a place for files that are too large to be copied
 
 
 @dataclass(frozen=True)
 class Command:
-    """The training command after `python`, and what was checked of it, in words."""
+    """The training command after `python`, and the checks that were made, in words."""
 
     words: list[str]
     facts: list[str]
 
 
 def train_command(name: str, arguments: list[str], runs: str, hosts: Hosts) -> Command:
-    """`-m jaxformer train ...`. Raises ConfigError for what the run would refuse on the hosts."""
+    """`-m jaxformer train ...`. Raises ConfigError if the run would be refused on the hosts."""
     if Path(name).is_absolute():
         raise ConfigError(f"EXP={name}: give a path inside this checkout, which is what is copied")
     source, experiment = read_experiment(name, arguments)
@@ -56,24 +61,42 @@ def train_command(name: str, arguments: list[str], runs: str, hosts: Hosts) -> C
     here = [check_mesh(experiment, hosts), "packages that the experiment imports", lock.summary()]
     version = lock.versions()[0]["jax"]
     words = ["-m", "jaxformer", "train", name, "--runs", runs, "--jax", version, *arguments]
-    later = [f"jax is {version}", "packages import", f"{runs} can be written", *(f"{path} is there" for path in seen)]
+    later = [
+        f"jax is {version}",
+        "packages import",
+        f"{runs} can be written",
+        *(f"{path} is there" for path in seen),
+    ]
     facts = [f"checked here: {fact}" for fact in here]
     return Command(words, [*facts, f"each host checks before training: {', '.join(later)}"])
 
 
 def check_mesh(experiment: Any, hosts: Hosts) -> str:
-    """That the devices make up the mesh, and that the batch and the parameters divide among them. In words."""
+    """Checks that the devices fit the mesh, and that batch and parameters divide among them.
+
+    Returns the result in words.
+    """
     mesh, count = experiment.mesh, hosts.devices
     if count is None:
-        return "options alone; give TOPOLOGY= and the mesh, the batch and the parameters are checked, too"
+        return (
+            "options alone; give TOPOLOGY= and the mesh, the batch and the parameters are "
+            "checked, too"
+        )
     if mesh.slices != hosts.slices:
-        raise ConfigError(f"--mesh.slices={mesh.slices} for {hosts.slices} slices; give --mesh.slices={hosts.slices}")
+        raise ConfigError(
+            f"--mesh.slices={mesh.slices} for {hosts.slices} slices; "
+            f"give --mesh.slices={hosts.slices}"
+        )
     sizes = [getattr(mesh, axis) for axis in parallel.AXES]
     if -1 not in sizes and math.prod(sizes) < count:
         used = f"the mesh uses {math.prod(sizes)} of {count} devices"
-        raise ConfigError(f"{used}; give --mesh.fsdp=-1 (splits the parameters) or --mesh.data=-1 (copies them)")
+        raise ConfigError(
+            f"{used}; give --mesh.fsdp=-1 (splits the parameters) or --mesh.data=-1 (copies them)"
+        )
     if hosts.processes > 1 and mesh.backend == "pmap":
-        raise ConfigError(f"--mesh.backend=pmap: cannot run in {hosts.processes} processes; leave it out")
+        raise ConfigError(
+            f"--mesh.backend=pmap: cannot run in {hosts.processes} processes; leave it out"
+        )
     shape = mesh.shape(count)
     check_batch(experiment, shape)
     recipe = build(experiment)
@@ -81,11 +104,14 @@ def check_mesh(experiment: Any, hosts: Hosts) -> str:
     state_specs(recipe, jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape)))
     split = " x ".join(f"{axis}={size}" for axis, size in shape.items() if size > 1) or "data=1"
     batch = f"batch {experiment.batch_size} / accumulation {experiment.accumulation}"
-    return f"mesh {split} of {count} devices in {hosts.processes} processes, {batch} and the parameters divide"
+    return (
+        f"mesh {split} of {count} devices in {hosts.processes} processes, "
+        f"{batch} and the parameters divide"
+    )
 
 
 def check_batch(experiment: Any, shape: dict[str, int]) -> None:
-    """`parallel.check_batch`; its error says which --accumulation divides."""
+    """`parallel.check_batch`, with an error that says which values of --accumulation divide."""
 
     def problem(accumulation: int) -> ConfigError | None:
         try:
@@ -98,37 +124,58 @@ def check_batch(experiment: Any, shape: dict[str, int]) -> None:
     if (error := problem(now)) is None:
         return
     divisors = [n for n in range(1, size + 1) if size % n == 0 and problem(n) is None]
-    nearest = ", ".join(f"--accumulation={n}" for n in sorted(divisors, key=lambda n: abs(n - now))[:4])
-    advice = f"what divides: {nearest}" if nearest else "no --accumulation divides; another --batch-size is another run"
+    nearest = ", ".join(
+        f"--accumulation={n}" for n in sorted(divisors, key=lambda n: abs(n - now))[:4]
+    )
+    advice = (
+        f"what divides: {nearest}"
+        if nearest
+        else "no --accumulation divides; another --batch-size is another run"
+    )
     raise ConfigError(f"batch_size={size} / accumulation={now}: {error}; {advice}")
 
 
 def check_packages(source: Any) -> None:
-    """That hosts have what the experiment's file imports, and the user's files in its folder that it imports."""
-    found, absent = lock.versions()
+    """Checks that hosts have the packages that the experiment's file imports.
+
+    It follows imports of the user's own files in the folder of the experiment.
+    """
+    installed, absent = lock.versions()
     folder, todo, names = Path(source.path).parent, [source.text], set()
     while todo:
         nodes = list(ast.walk(ast.parse(todo.pop())))
         new = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        new |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+        new |= {
+            node.module or ""
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.level == 0
+        }
         files = [folder / f"{name.removeprefix('experiments.')}.py" for name in new - names]
         todo += [path.read_text() for path in files if path.is_file()]
         names |= new
     beside = {path.stem for path in folder.glob("*")}
-    for module in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - beside - {"jaxformer", "experiments"}:
-        if canonicalize_name(module) not in {*found, *absent} and not any(provides(name, module) for name in found):
+    modules = {name.partition(".")[0] for name in names}
+    modules -= sys.stdlib_module_names | beside | {"jaxformer", "experiments"}
+    for module in modules:
+        is_named = canonicalize_name(module) in {*installed, *absent}
+        if not is_named and not any(provides(name, module) for name in installed):
             what = f"{source.path}: imports {module}, which hosts would not have"
-            raise ConfigError(f'{what}; add its package to the extra "hosts" in pyproject.toml, with a version')
+            raise ConfigError(
+                f'{what}; add its package to the extra "hosts" in pyproject.toml, with a version'
+            )
 
 
 def provides(name: str, module: str) -> bool:
-    """Whether an installed distribution has that module."""
+    """Whether an installed distribution has this module."""
     record = "\n" + (metadata.distribution(name).read_text("RECORD") or "")
     return f"\n{module}/" in record or f"\n{module}.py," in record
 
 
 def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
-    """That hosts see the experiment and its data, as far as this can be known here. The paths that only a host can look for."""
+    """Checks that hosts see the experiment and its data, as far as this can be known here.
+
+    Returns the paths that only a host can check.
+    """
     paths = dict(data_paths(experiment.data)) | dict(data_paths(experiment.initial, "initial"))
     for key, frozen in experiment.references.items():
         initial = getattr(frozen, "initial", frozen)
@@ -139,7 +186,8 @@ def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
         copied = [path for path in copied if path.startswith(("experiments/", "jaxformer/"))]
     elsewhere = []
     for field, path in paths.items():
-        start = os.path.normpath(path.partition("*")[0])  # of a glob; of pairs: the path without the ending
+        # the part before the first * of a glob; of paired files, the path without its ending
+        start = os.path.normpath(path.partition("*")[0])
         if hosts.files == "shared":
             there = any(Path(os.path.expanduser(start)).parent.glob(f"{Path(start).name}*"))
         elif os.path.isabs(path) or path.startswith("~"):
@@ -148,16 +196,30 @@ def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
         else:
             there = any(file.startswith(start) for file in copied)
         if not there:
-            in_file = field == "EXP" or field.startswith("references.")  # which no option sets
+            in_file = field == "EXP" or field.startswith("references.")  # no option sets these
             option = f"{field}=" if in_file else f"--{field}="
-            place = {"tree": "in the copy of this checkout", "image": "in the image", "shared": "here"}[hosts.files]
-            advice = "" if hosts.files == "shared" else f", such as {hosts.mount}/{os.path.basename(start)}"
-            raise ConfigError(f"{option}{path}: not {place}, so no host sees it; give a path that all hosts see{advice}")
+            place = {
+                "tree": "in the copy of this checkout",
+                "image": "in the image",
+                "shared": "here",
+            }[hosts.files]
+            advice = (
+                ""
+                if hosts.files == "shared"
+                else f", such as {hosts.mount}/{os.path.basename(start)}"
+            )
+            raise ConfigError(
+                f"{option}{path}: not {place}, so no host sees it; "
+                f"give a path that all hosts see{advice}"
+            )
     return elsewhere
 
 
 def data_paths(data: Any, name: str = "data") -> Iterator[tuple[str, str]]:
-    """The files that data, or where parameters start, read, also what is made of others, by the name of the field."""
+    """(name of the field, path) of all files that `data` reads, also of data inside other data.
+
+    `data` may also be the `initial` of an experiment.
+    """
     if isinstance(data, list | tuple):
         for one in data:
             yield from data_paths(one, name)
@@ -171,7 +233,7 @@ def data_paths(data: Any, name: str = "data") -> Iterator[tuple[str, str]]:
 
 
 def is_folder(text: str) -> bool:
-    """Whether it is one here, or can be nothing else: not the name of a tokenizer or model."""
+    """Whether the text is a path: of an existing folder, or of a form that no name at a hub has."""
     return text.startswith(("/", "~", ".")) or ("/" in text and Path(text).is_dir())
 
 
@@ -180,5 +242,7 @@ def tree() -> list[str]:
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(words, cwd=lock.ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise ConfigError(f"{lock.ROOT}: git cannot list its files, which would be copied ({done.stderr.strip()})")
+        raise ConfigError(
+            f"{lock.ROOT}: git cannot list its files, which would be copied ({done.stderr.strip()})"
+        )
     return sorted(done.stdout.split("\0")[:-1])

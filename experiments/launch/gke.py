@@ -1,10 +1,12 @@
 """A GKE JobSet that trains on one TPU slice, or on several over the data-center network.
 
-    python -m experiments.launch.gke EXP --topology v5e:4x4 --image IMAGE --bucket B [--slices 2] [--dry] -- OPTIONS
+    python -m experiments.launch.gke EXP --topology v5e:4x4 --image IMAGE --bucket B
+        [--slices 2] [--dry] -- OPTIONS
 
-One pod per host. Kubernetes restarts a pod that ends with 143 (preempted, saved). Exit codes 2 and 3 end the JobSet, because
-a restart would fail again. Another failure restarts all pods together, up to `--retries` times. Needs kubectl, a cluster with
-TPU nodes and the JobSet controller, and an image of this checkout (`make image IMAGE=...`). Rules for exit codes:
+Each host has one pod. Kubernetes restarts a pod that ends with 143 (preempted, saved). Exit codes 2
+and 3 end the JobSet, because a restart would fail again. Any other failure restarts all pods
+together, up to `--retries` times. Needs kubectl, a cluster with TPU nodes and the JobSet
+controller, and an image of this checkout (`make image IMAGE=...`). Rules for exit codes:
 kubernetes.io/docs/tasks/job/pod-failure-policy, 2026-11.
 """
 
@@ -14,7 +16,8 @@ import sys
 from experiments.launch import door, slices
 from jaxformer.errors import ConfigError
 
-# both caches of metadata are off: docs.cloud.google.com/storage/docs/cloud-storage-fuse/config-file, 2026-11
+# both caches of metadata are off:
+# docs.cloud.google.com/storage/docs/cloud-storage-fuse/config-file, 2026-11
 CACHES = "metadata-cache:ttl-secs:0,metadata-cache:negative-ttl-secs:0"
 BUCKET = """\
               - name: runs
@@ -40,7 +43,8 @@ metadata:
   annotations:
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
 spec:
-  ttlSecondsAfterFinished: 600 # then its name is free; of a JobSet that is there `kubectl apply` starts no pod
+  ttlSecondsAfterFinished: 600 \
+# then its name is free; of a JobSet that is there `kubectl apply` starts no pod
   failurePolicy:
     maxRestarts: {retries}
     rules:
@@ -92,15 +96,28 @@ spec:
 def add_options(parser) -> None:
     parser.add_argument("--topology", default="", help="topology of one slice, such as v5e:4x4")
     parser.add_argument(
-        "--slices", type=slices.count, default=1, help="number of slices (also set the experiment's --mesh.slices)"
+        "--slices",
+        type=slices.count,
+        default=1,
+        help="number of slices (also set the experiment's --mesh.slices)",
     )
     parser.add_argument("--image", default="", help="a container image of this checkout")
-    parser.add_argument("--bucket", default="", help="bucket for runs, mounted by GKE's gcsfuse driver")
-    parser.add_argument("--claim", default="", help="or a PersistentVolumeClaim with many writers (Filestore)")
-    parser.add_argument("--account", default="default", help="Kubernetes service account with access to the bucket")
+    parser.add_argument(
+        "--bucket", default="", help="bucket for runs, mounted by GKE's gcsfuse driver"
+    )
+    parser.add_argument(
+        "--claim", default="", help="or a PersistentVolumeClaim with many writers (Filestore)"
+    )
+    parser.add_argument(
+        "--account",
+        default="default",
+        help="Kubernetes service account with access to the bucket",
+    )
     parser.add_argument("--spot", action="store_true", help="use spot nodes")
     parser.add_argument("--name", default="", help="name of the JobSet (default: the experiment's)")
-    parser.add_argument("--retries", type=slices.count, default=10, help="restarts that are not preemptions")
+    parser.add_argument(
+        "--retries", type=slices.count, default=10, help="restarts that are not preemptions"
+    )
 
 
 def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
@@ -109,16 +126,29 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
     slices.require(options.image, "no image: give IMAGE=, made by `make image IMAGE=...`")
     tpu = slices.parse_slice(options.topology)
     if bool(options.bucket) == bool(options.claim):
-        raise ConfigError("runs must outlive their pods: give BUCKET=name or CLAIM=name, one of them")
+        raise ConfigError(
+            "runs must outlive their pods: give BUCKET=name or CLAIM=name, one of them"
+        )
     bucket = slices.bucket_name(options.bucket) if options.bucket else ""
     for option in ("claim", "name", "account"):
-        if not re.fullmatch(r"([a-z0-9]([a-z0-9._-]*[a-z0-9])?)?", value := getattr(options, option)):
-            raise ConfigError(f"{option.upper()}={value}: expected a plain name of letters, digits, dots and dashes")
+        if not re.fullmatch(
+            r"([a-z0-9]([a-z0-9._-]*[a-z0-9])?)?", value := getattr(options, option)
+        ):
+            raise ConfigError(
+                f"{option.upper()}={value}: expected a plain name of letters, "
+                "digits, dots and dashes"
+            )
     if options.slices < 1:
         raise ConfigError(f"SLICES={options.slices}: must be at least 1")
     if not re.fullmatch(r"[A-Za-z0-9]([\w./:@-]*\w)?", options.image, re.ASCII):
         raise ConfigError(f"IMAGE={options.image}: expected the name of a container image")
-    hosts = door.Hosts(options.slices * tpu.devices, options.slices * tpu.hosts, options.slices, files="image", mount="/runs")
+    hosts = door.Hosts(
+        options.slices * tpu.devices,
+        options.slices * tpu.hosts,
+        options.slices,
+        files="image",
+        mount="/runs",
+    )
     command = door.train_command(options.experiment, arguments, "/runs", hosts)
     text = MANIFEST.format(
         name=slices.word(options.name or slices.job_name(options.experiment)),
@@ -131,8 +161,10 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
         spot=SPOT.rstrip() if options.spot else "",
         image=slices.word(options.image),
         account=slices.word(options.account),
-        # Kubernetes makes one of two dollars
-        command=f"[{', '.join(slices.quote(each) for each in ['python', *command.words])}]".replace("$", "$$"),
+        # Kubernetes replaces $$ by $
+        command=f"[{', '.join(slices.quote(each) for each in ['python', *command.words])}]".replace(
+            "$", "$$"
+        ),
         fuse=str(bool(bucket)).lower(),
         volume=(
             BUCKET.format(bucket=slices.word(bucket), caches=CACHES)

@@ -1,10 +1,12 @@
 """A pod on this machine: N processes of one run, each with simulated CPU devices.
 
-    make pod-sim N=4 EXP=quickstart                     python -m experiments.launch.pod_sim 4 quickstart [--devices 2] [...]
+    make pod-sim N=4 EXP=quickstart
+    python -m experiments.launch.pod_sim 4 quickstart [--devices 2] [...]
 
-Arguments after the experiment go to `jaxformer train`. Without a mesh, the batch is split over all devices. SIGTERM and Ctrl-C
-go only to process 0, which stops the others. Exit code: 0, 143 if all stopped and saved, else that of the first process that
-failed. 60 s after it, processes that still run are killed.
+Arguments after the experiment go to `jaxformer train`. Without a mesh, the batch is split over all
+devices. SIGTERM and Ctrl-C go only to process 0, which stops the others. The exit code is 0, or 143
+if all stopped and saved, else that of the first process that failed. 60 s after a failure,
+processes that still run are killed.
 """
 
 import os
@@ -20,11 +22,16 @@ from jaxformer.cli.arguments import Parser, positive
 from jaxformer.errors import ConfigError
 from jaxformer.parallel import Mesh
 
-PATIENCE = 60.0  # seconds
+PATIENCE = 60.0  # seconds from the first failure until the other processes are killed
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="options", usage="N EXPERIMENT [--devices D] [OPTIONS]", add_help=False, allow_abbrev=False)
+    parser = Parser(
+        prog="options",
+        usage="N EXPERIMENT [--devices D] [OPTIONS]",
+        add_help=False,
+        allow_abbrev=False,
+    )
     parser.add_argument("count", type=positive, metavar="N")
     parser.add_argument("experiment", metavar="EXPERIMENT")
     parser.add_argument("--devices", type=positive)
@@ -46,7 +53,9 @@ def main(argv: list[str]) -> int:
     }
     command = [sys.executable, "-m", "jaxformer", "train", experiment, *options]
     processes = [start(index, command, environment) for index in range(count)]
-    readers = [threading.Thread(target=prefix, args=(index, p.stdout)) for index, p in enumerate(processes)]
+    readers = [
+        threading.Thread(target=prefix, args=(index, p.stdout)) for index, p in enumerate(processes)
+    ]
     for reader in readers:
         reader.start()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -54,12 +63,14 @@ def main(argv: list[str]) -> int:
     code = wait(processes)
     for reader in readers:
         reader.join()
-    print(f"pod-sim: {', '.join(f'p{i} {p.returncode}' for i, p in enumerate(processes))}", flush=True)
+    print(
+        f"pod-sim: {', '.join(f'p{i} {p.returncode}' for i, p in enumerate(processes))}", flush=True
+    )
     return code
 
 
 def start(index: int, command: list[str], environment: dict[str, str]) -> subprocess.Popen:
-    """A process in a new session: Ctrl-C in the terminal does not reach it."""
+    """A process in a new session, so that Ctrl-C in the terminal does not reach it."""
     environment = environment | {"JAXFORMER_PROCESS": str(index)}
     return subprocess.Popen(
         command,

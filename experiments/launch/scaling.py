@@ -1,10 +1,13 @@
-"""A grid of small runs, and the law that their losses follow: L(N, D) = E + A / N^alpha + B / D^beta.
+"""A grid of small runs, and the law of their losses: L(N, D) = E + A / N^alpha + B / D^beta.
 
-    python -m experiments.launch.scaling EXPERIMENT --sizes "--model.d-model=32,64,128" --steps 200,400,800 [--parallel N]
+    python -m experiments.launch.scaling EXPERIMENT --sizes "--model.d-model=32,64,128"
+        --steps 200,400,800 [--parallel N]
 
-Each size is trained for each number of steps with a schedule of its own (Hoffmann et al. 2022, approach 3). Runs are ordinary
-ones: a killed grid goes on where it was. It writes scaling-NAME.jsonl, a line for each run, and scaling-NAME.png.
-N counts all parameters but the tables of tokens and learned positions (Kaplan et al. 2020), D the weighted labels of training.
+Each size trains for each number of steps, each time with its own schedule (Hoffmann et al. 2022,
+approach 3). The runs are ordinary ones, so a killed grid continues where it was. It writes
+scaling-NAME.jsonl, one line for each run, and scaling-NAME.png. N counts all parameters except the
+tables of tokens and learned positions (Kaplan et al. 2020). D counts the weighted labels of
+training.
 """
 
 import argparse
@@ -23,13 +26,13 @@ from jaxformer.tools.analysis import figures, scaling
 
 
 def size(trial: Trial) -> int:
-    """Parameters outside of embeddings."""
+    """The number of parameters outside of embeddings."""
     leaves = params.paths(models.spec(trial.experiment.model)).items()
     return sum(params.count(leaf) for path, leaf in leaves if "embedding/" not in path)
 
 
 def labels(trial: Trial) -> float:
-    """Tokens that a run learns to predict: those of its first batch, as often as it has steps."""
+    """The number of labels of a run: the weights of its first batch, times the number of steps."""
     experiment = trial.experiment
     dataset = batching.open_dataset(experiment.data, experiment.model)
     batch = batching.batches(dataset.train, experiment.batch_size, experiment.seed)[0]
@@ -47,29 +50,42 @@ def row(trial: Trial, runs: str) -> dict:
 
 
 def summary(law: scaling.Law, ranges: scaling.Law) -> str:
-    """The constants with their intervals, and the exponents of others."""
-    lines = [f"{name:>6} = {value:.4g}  ({low:.4g} to {high:.4g}, 95 %)" for name, value, (low, high) in
-             zip(law._fields, law, ranges, strict=True)]  # fmt: skip
+    """The constants with their intervals, and the exponents in the literature."""
+    lines = [
+        f"{name:>6} = {value:.4g}  ({low:.4g} to {high:.4g}, 95 %)"
+        for name, value, (low, high) in zip(law._fields, law, ranges, strict=True)
+    ]
     share = lambda law: law.beta / (law.alpha + law.beta)
     lines.append(
-        f"best N grows as C^{share(law):.2f}; Hoffmann et al. 2022: alpha 0.34, beta 0.28, C^{share(scaling.HOFFMANN):.2f}"
+        f"best N grows as C^{share(law):.2f}; Hoffmann et al. 2022: "
+        f"alpha 0.34, beta 0.28, C^{share(scaling.HOFFMANN):.2f}"
     )
     return "\n".join([*lines, "Kaplan et al. 2020: alpha 0.076, beta 0.103, C^0.73"])
 
 
 def main(argv: list[str]) -> int:
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("scaling", description=__doc__, formatter_class=form, allow_abbrev=False)  # --run is no --runs
+    # without allow_abbrev=False, --run would mean --runs
+    parser = Parser("scaling", description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("name", metavar="EXPERIMENT")
     parser.add_argument("--runs", default="runs", type=place)
     parser.add_argument("--sizes", default="--model.d-model=32,64,128")
     parser.add_argument("--steps", default="200,400,800")
-    parser.add_argument("--parallel", type=positive, default=1, metavar="N", help="runs at a time, each on a device of its own")
+    parser.add_argument(
+        "--parallel",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="runs at a time, each on a device of its own",
+    )
     options, overrides = parser.parse_known_args(joined(argv, "--sizes"))
     trials = read_trials(options.name, f"{options.sizes} --steps={options.steps}", overrides)
     constants = len(scaling.Law._fields)
     if len(trials) < constants:
-        raise ConfigError(f"scaling: {len(trials)} runs, and the law has {constants} constants; give more --sizes or --steps")
+        raise ConfigError(
+            f"scaling: {len(trials)} runs, and the law has {constants} constants; "
+            "give more --sizes or --steps"
+        )
     examples = [trial.experiment.steps * trial.experiment.batch_size for trial in trials]
     scaling.check([size(trial) for trial in trials], examples)  # before anything is trained
     try:
@@ -79,8 +95,14 @@ def main(argv: list[str]) -> int:
         print(f"scaling: {error}", file=sys.stderr)
         return error.exit_code
     if len(ended) < constants:
-        raise ConfigError(f"scaling: {len(ended)} of {len(trials)} runs ended well, and the law has {constants} constants")
-    rows = sorted((row(trial, options.runs) for trial in ended), key=lambda row: (row["parameters"], row["tokens"]))
+        raise ConfigError(
+            f"scaling: {len(ended)} of {len(trials)} runs ended well, "
+            f"and the law has {constants} constants"
+        )
+    rows = sorted(
+        (row(trial, options.runs) for trial in ended),
+        key=lambda row: (row["parameters"], row["tokens"]),
+    )
     path = epath.Path(options.runs) / f"scaling-{shorten(ended[0].experiment.name)}.jsonl"
     config.write_atomically(path, "".join(config.to_json(row) + "\n" for row in rows))
     columns = [[row[name] for row in rows] for name in ("loss", "parameters", "tokens")]

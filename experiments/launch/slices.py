@@ -1,4 +1,4 @@
-"""Parts of every launcher: TPU slices, names of buckets, options."""
+"""Parts that all launchers share: TPU slices, names of buckets, options, texts of YAML."""
 
 import argparse
 import contextlib
@@ -22,25 +22,33 @@ from jaxformer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")  # all shapes of v5e and v6e
-SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # small three-dimensional shapes; larger ones are multiples of 4
+# small three-dimensional shapes; the sides of larger ones are multiples of 4
+SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 
 
-NO_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")  # what YAML 1.1 makes of these words
-# cloud.google.com/storage/docs/buckets#naming, docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html; 2026-11
+# words that YAML 1.1 reads as null or as a truth value
+NO_TEXT = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+# names of buckets: cloud.google.com/storage/docs/buckets#naming,
+# docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html; 2026-11
 RULES = "small letters, digits, dashes and dots, 3 to 63 of them, a letter or digit at both ends"
-RESERVED = re.compile(r"goog|.*g[o0]{2}gle|xn--|sthree-|amzn-s3-demo-|.*(-s3alias|--ol-s3|\.mrap|--x-s3|--table-s3)$")
+RESERVED = re.compile(
+    r"goog|.*g[o0]{2}gle|xn--|sthree-|amzn-s3-demo-|.*(-s3alias|--ol-s3|\.mrap|--x-s3|--table-s3)$"
+)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of TPU and its names in Google Cloud (cloud.google.com/tpu/docs, kubernetes-engine/docs; 2026-11)."""
+    """A kind of TPU and its names in Google Cloud.
+
+    cloud.google.com/tpu/docs, kubernetes-engine/docs; 2026-11.
+    """
 
     chips: int  # in the largest slice
-    gcloud: str | None  # the accelerator type without its number; None: only GKE has it, no TPU VM
-    number: int  # the accelerator type counts cores (2 a chip) or chips (1)
+    gcloud: str | None  # accelerator type without its number; None: it exists in GKE only
+    number: int  # units of a chip in the accelerator type, which counts cores (2) or chips (1)
     runtime: str  # software version of the TPU VM
     gke: str  # node label
-    devices: int = 1  # of a chip, as JAX counts them
+    devices: int = 1  # devices of a chip, as JAX counts them
 
 
 KINDS = {
@@ -76,77 +84,109 @@ class Slice:
 
     @property
     def accelerator(self) -> str:
-        """gcloud's name, such as v5litepod-16 or v5p-128: a size, which Google gives the shape `default_shape`."""
+        """gcloud's name, such as v5litepod-16 or v5p-128: a size, of the shape `default_shape`."""
         kind = KINDS[self.kind]
         return f"{kind.gcloud}-{self.chips * kind.number}"
 
     @property
     def default_shape(self) -> str:
-        """The shape of this size that is nearest to a cube (cloud.google.com/tpu/docs/v5p, table of slice shapes; 2026-11)."""
+        """The shape of this size that is nearest to a cube.
+
+        cloud.google.com/tpu/docs/v5p, table of slice shapes; 2026-11.
+        """
         if self.shape in FLAT + SMALL:
             return self.shape
         sides, chips = range(4, 49, 4), self.chips
-        shapes = [(a, b, chips // (a * b)) for a in sides for b in sides if chips % (a * b * 4) == 0]
+        shapes = [
+            (a, b, chips // (a * b)) for a in sides for b in sides if chips % (a * b * 4) == 0
+        ]
         return "x".join(map(str, sorted(min(shapes, key=sum))))
 
 
 def parse_slice(text: str) -> Slice:
-    """Reads `v5e:4x4`, the form of `plan --topology`. Raises ConfigError for a slice that does not exist."""
+    """The slice that `v5e:4x4` names, as in `plan --topology`. Raises ConfigError for no slice."""
     kind, _, shape = text.partition(":")
     if kind not in KINDS:
-        raise ConfigError(f"TOPOLOGY={text}: no such TPU; expected {', '.join(KINDS)} with a shape, such as v5e:4x4")
+        raise ConfigError(
+            f"TOPOLOGY={text}: no such TPU; expected {', '.join(KINDS)} with a "
+            "shape, such as v5e:4x4"
+        )
     if kind in ("v5e", "v6e"):
         exists, expected = shape in FLAT, ", ".join(FLAT)
     else:
-        sides = [int(side) for side in shape.split("x")] if re.fullmatch(r"\d{1,6}x\d{1,6}x\d{1,6}", shape) else [0]
-        exists = shape in SMALL or (sides == sorted(sides) and sides[0] > 0 and not any(side % 4 for side in sides))
+        sides = (
+            [int(side) for side in shape.split("x")]
+            if re.fullmatch(r"\d{1,6}x\d{1,6}x\d{1,6}", shape)
+            else [0]
+        )
+        exists = shape in SMALL or (
+            sides == sorted(sides) and sides[0] > 0 and not any(side % 4 for side in sides)
+        )
         expected = f"{', '.join(SMALL)}, or AxBxC of multiples of 4, A <= B <= C"
     if not exists:
-        raise ConfigError(f"TOPOLOGY={text}: {kind} has no slice {shape or 'without a shape'}; expected {expected}")
+        raise ConfigError(
+            f"TOPOLOGY={text}: {kind} has no slice {shape or 'without a shape'}; "
+            f"expected {expected}"
+        )
     if Slice(kind, shape).chips > KINDS[kind].chips:
-        raise ConfigError(f"TOPOLOGY={text}: the largest slice of {kind} has {KINDS[kind].chips} chips")
+        raise ConfigError(
+            f"TOPOLOGY={text}: the largest slice of {kind} has {KINDS[kind].chips} chips"
+        )
     return Slice(kind, shape)
 
 
 def parse_tpu_vm(text: str) -> Slice:
-    """As `parse_slice`, for a kind of TPU that Google also offers as VMs."""
+    """`parse_slice`, which also raises ConfigError for a kind of TPU that has no VMs."""
     tpu = parse_slice(text)
     if KINDS[tpu.kind].gcloud is None:
-        raise ConfigError(f"TOPOLOGY={text}: Google rents {tpu.kind} through GKE only: make gke-train")
+        raise ConfigError(
+            f"TOPOLOGY={text}: Google rents {tpu.kind} through GKE only: make gke-train"
+        )
     return tpu
 
 
 def bucket_name(text: str) -> str:
-    """The name of a Google Cloud bucket, which may be written `name`, `name/` or `gs://name`."""
+    """The name of a Google Cloud bucket; `text` is `name`, `name/` or `gs://name`."""
     name = text.removeprefix("gs://").rstrip("/")
     if not is_bucket(name, "_"):
-        raise ConfigError(f"BUCKET={text}: expected the name of a bucket ({RULES}), such as my-bucket or gs://my-bucket")
+        raise ConfigError(
+            f"BUCKET={text}: expected the name of a bucket ({RULES}), "
+            "such as my-bucket or gs://my-bucket"
+        )
     return name
 
 
 def is_bucket(name: str, more: str = "") -> bool:
-    """Whether a provider would make a bucket of that name; `more` are letters that it takes beside those of all."""
+    """Whether a provider allows a bucket of this name. It also allows the letters `more`."""
     parts = name.split(".")
     is_address = len(parts) == 4 and all(part.isdigit() for part in parts)
-    fits = re.fullmatch(rf"[a-z0-9][a-z0-9.{more}-]+[a-z0-9]", name) and all(0 < len(part) <= 63 for part in parts)
-    longest = 222 if more and len(parts) > 1 else 63  # Google's names of domains
+    fits = re.fullmatch(rf"[a-z0-9][a-z0-9.{more}-]+[a-z0-9]", name) and all(
+        0 < len(part) <= 63 for part in parts
+    )
+    longest = 222 if more and len(parts) > 1 else 63  # 222: Google allows names of domains
     return bool(fits) and len(name) <= longest and not is_address and not RESERVED.match(name)
 
 
 def check_runs(runs: str, hosts: int | None) -> None:
-    """Raises ConfigError for a folder of runs that the run would refuse, or that every host would have for itself.
+    """Raises ConfigError for a folder of runs that a run would refuse, or that hosts do not share.
 
-    `hosts`: how many share it; None: not known.
+    `hosts` is the number of hosts; None: not known.
     """
     scheme, is_url, rest = runs.partition("://")
     if is_url or re.match("[a-z0-9]+:", runs):
         if scheme != "gs" or not is_url or not is_bucket(rest.partition("/")[0], "_"):
-            raise ConfigError(f"RUNS={runs}: expected a folder, or gs://bucket/folder with the name of a bucket ({RULES})")
+            raise ConfigError(
+                f"RUNS={runs}: expected a folder, or gs://bucket/folder with the "
+                f"name of a bucket ({RULES})"
+            )
     elif not runs.isprintable():
         raise ConfigError(f"RUNS={runs!r}: expected the path of a folder, without line ends")
     elif hosts != 1 and not runs.startswith("/"):
         where = "each host has one of its own there"
-        raise ConfigError(f"RUNS={runs}: {where}; give the absolute path of a folder that all hosts share, or gs://bucket/runs")
+        raise ConfigError(
+            f"RUNS={runs}: {where}; give the absolute path of a folder that all "
+            "hosts share, or gs://bucket/runs"
+        )
 
 
 def count(text: str) -> int:
@@ -157,33 +197,42 @@ def count(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """The type of an option that says how long to wait."""
+    """The type of an option that is a time to wait."""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]*)?", text):
         raise argparse.ArgumentTypeError(f"{text}: expected seconds, 0 or more")
     return float(text)
 
 
 def job_name(experiment: str) -> str:
-    """A name that is valid for Kubernetes, Slurm and SkyPilot: small letters, digits and dashes, a letter first.
+    """A job name that Kubernetes, Slurm and SkyPilot allow.
 
-    A file without such letters in its name gets a digest of it, so that two of them have different names.
+    It has small letters, digits and dashes, and begins with a letter. A file whose name has no such
+    letters gets a digest of its name, so that two such files have different job names.
     """
     stem = Path(experiment).stem
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].rstrip("-")
     name = name or hashlib.sha256(stem.encode()).hexdigest()[:8]
-    return name if name[0].isalpha() else f"run-{name}"  # the service of a JobSet begins with a letter
+    # the service of a JobSet must begin with a letter
+    return name if name[0].isalpha() else f"run-{name}"
 
 
 def word(text: str) -> str:
-    """A text as a string of YAML: in quotes where it may be a number, a time, null, a truth value or the key of a mapping."""
-    plain = re.fullmatch(r"[A-Za-z]([A-Za-z0-9_./:@-]*[A-Za-z0-9_/@-])?", text) and text.lower() not in NO_TEXT
+    """A text as a string of YAML.
+
+    It is in quotes if YAML could read a number, a time, null, a truth value or a key of a mapping.
+    """
+    plain = (
+        re.fullmatch(r"[A-Za-z]([A-Za-z0-9_./:@-]*[A-Za-z0-9_/@-])?", text)
+        and text.lower() not in NO_TEXT
+    )
     return text if plain else quote(text)
 
 
 def quote(text: str) -> str:
-    """A text in double quotes, as YAML and JSON read it. ConfigError for bytes that are no text.
+    """A text in double quotes, as YAML and JSON read it. Raises ConfigError if it is not UTF-8.
 
-    YAML reads a line end of another alphabet as a space, and refuses letters that no terminal shows: they are escaped.
+    YAML reads the line ends of Unicode as spaces and refuses unprintable characters, so both are
+    escaped.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ConfigError(f"{text!a}: holds bytes that are no UTF-8; give text")
@@ -192,8 +241,10 @@ def quote(text: str) -> str:
 
 
 def block(text: str, indent: str) -> str:
-    """Lines as a string of YAML: a block below its key, or in quotes where a block would change them."""
-    if all(letter.isprintable() or letter == "\n" for letter in text) and not text.startswith((" ", "\n")):
+    """Lines as a string of YAML: a block below its key, or in quotes where a block differs."""
+    if all(letter.isprintable() or letter == "\n" for letter in text) and not text.startswith(
+        (" ", "\n")
+    ):
         return "|\n" + "\n".join(f"{indent}{line}" for line in text.rstrip("\n").split("\n"))
     return quote(text)
 
@@ -208,7 +259,9 @@ class Parser(argparse.ArgumentParser):
     """The options of a launcher. Options after `--` are for the experiment."""
 
     def __init__(self, module: str, doc: str | None):
-        super().__init__(prog=f"python -m experiments.launch.{module}", description=doc, allow_abbrev=False)
+        super().__init__(
+            prog=f"python -m experiments.launch.{module}", description=doc, allow_abbrev=False
+        )
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         self.add_argument("experiment")
         self.add_argument("--dry", action="store_true", help="print the commands, run nothing")
@@ -217,7 +270,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}")
 
 
-def main(module: str, doc: str | None, add_options: Callable, launch: Callable, argv: list[str] | None = None) -> int:
+def main(
+    module: str,
+    doc: str | None,
+    add_options: Callable,
+    launch: Callable,
+    argv: list[str] | None = None,
+) -> int:
     """Reads argv and launches. Returns the exit code; a ConfigError prints one line and gives 2."""
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
@@ -225,23 +284,30 @@ def main(module: str, doc: str | None, add_options: Callable, launch: Callable, 
         parser = Parser(module, doc)
         add_options(parser)
         return launch(parser.parse_args(words[:cut]), words[cut + 1 :])
-    except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
+    except (ConfigError, NotImplementedError) as error:  # mixers raise NotImplementedError
         print(f"{module}: {error}", file=sys.stderr)
         return 2
-    except Answered:  # the options of the experiment were asked for
+    except Answered:  # `--help` of the experiment
         return 0
 
 
 def submit(text: str, command: list[str], dry: bool, facts: list[str], end: list[str]) -> int:
-    """Runs `command FILE` in the checkout, where FILE holds `text`. If `dry`, prints both and the facts that were checked.
+    """Runs `command FILE` in the checkout, where FILE holds `text`; returns the exit code.
 
-    `end` is the command that ends what was submitted: whatever happens, the user sees it, since that may cost money.
+    If `dry`, it only prints both, and the facts that were checked. `end` is the command that ends
+    the submitted job. It is printed in every case, because the job costs money.
     """
     costs = f"what is submitted costs money until it ends; to end it: {shlex.join(end)}"
     if dry:
-        print(text.rstrip(), f"# {shlex.join(command)} FILE", *(f"# {fact}" for fact in [*facts, costs]), sep="\n")
+        print(
+            text.rstrip(),
+            f"# {shlex.join(command)} FILE",
+            *(f"# {fact}" for fact in [*facts, costs]),
+            sep="\n",
+        )
         return 0
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:  # SkyPilot recognises a task by this suffix
+    # SkyPilot needs this suffix to recognise a task
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(text)
         file.flush()
         try:
@@ -256,7 +322,7 @@ def submit(text: str, command: list[str], dry: bool, facts: list[str], end: list
 
 
 class Stopped(BaseException):
-    """A signal asked the launcher to end; `code` is its exit code. What it rented is still there."""
+    """A signal ended the launcher; `code` is its exit code. The rented machines still exist."""
 
     def __init__(self, code: int):
         super().__init__(code)
@@ -265,16 +331,16 @@ class Stopped(BaseException):
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a terminal that is closed raise Stopped inside, so that a last line can be printed."""
+    """Ctrl-C, SIGTERM and a closed terminal raise Stopped inside, so a last line can be printed."""
 
     def stop(signum: int, frame: Any) -> None:
         raise Stopped(128 + signum)
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    in_main = threading.current_thread() is threading.main_thread()  # no other one hears of signals
-    before = {each: signal.signal(each, stop) for each in signals} if in_main else {}
+    in_main = threading.current_thread() is threading.main_thread()  # only it receives signals
+    handlers = {each: signal.signal(each, stop) for each in signals} if in_main else {}
     try:
         yield
     finally:
-        for each, handler in before.items():
+        for each, handler in handlers.items():
             signal.signal(each, handler)

@@ -1,13 +1,17 @@
-"""Trains on a TPU VM or pod slice of Google Cloud, and continues after preemptions until the run is finished.
+"""Trains on a TPU VM or pod slice of Google Cloud, through preemptions, until the run is finished.
 
-    python -m experiments.launch.tpu_vm EXP --tpu NAME --zone ZONE [--topology v5e:4x4] [--spot] [--bucket B] [--dry] -- OPTIONS
+    python -m experiments.launch.tpu_vm EXP --tpu NAME --zone ZONE [--topology v5e:4x4] [--spot]
+        [--bucket B] [--dry] -- OPTIONS
 
-If the TPU does not exist, it is created (a queued resource; needs --topology). This working tree is copied to every worker and
-installed in the versions of the environment at hand; a restart with the same tree and versions installs nothing. The command
-starts on all workers, independent of this terminal, which shows worker 0's log. The same command again attaches to the run, or
-resumes it if it has stopped. Exit code 0 means finished. 2 and 3 end it, because a restart would fail again. 143 (preempted,
-saved) and others restart it, on a new TPU if necessary. Needs gcloud with a login. The TPU costs money from its creation until
-`gcloud compute tpus queued-resources delete`.
+If the TPU does not exist, it is created (a queued resource; needs --topology). This working tree is
+copied to every worker and installed in the versions of this environment. A restart with the same
+tree and versions installs nothing. The command starts on all workers, independent of this terminal,
+which shows worker 0's log. The same command again attaches to the run, or resumes it if it has
+stopped.
+
+Exit code 0 means finished. 2 and 3 end the run, because a restart would fail again. 143 (preempted,
+saved) and others restart it, on a new TPU if necessary. Needs gcloud with a login. The TPU costs
+money from its creation until `gcloud compute tpus queued-resources delete`.
 """
 
 import hashlib
@@ -21,42 +25,57 @@ from dataclasses import dataclass
 from experiments.launch import door, lock, slices
 from jaxformer.errors import ConfigError
 
-STABLE = 600.0  # seconds: after a longer attempt the count of failures starts again at 1
-DEAD_STATES = ("PREEMPTED", "TERMINATED", "STOPPED", "SUSPENDED", "FAILED")  # the TPU never becomes ready
+STABLE = 600.0  # seconds; after a longer attempt the count of failures starts again at 1
+# states from which a TPU never becomes ready
+DEAD_STATES = ("PREEMPTED", "TERMINATED", "STOPPED", "SUSPENDED", "FAILED")
+# states from which it does
 WAIT_STATES = (
-    "DELETING", "SUSPENDING", "CREATING", "STARTING", "RESTARTING", "REPAIRING", "ACCEPTED", "PROVISIONING",
-    "WAITING_FOR_RESOURCES", "ACTIVE",
+    "DELETING", "SUSPENDING", "CREATING", "STARTING", "RESTARTING", "REPAIRING", "ACCEPTED",
+    "PROVISIONING", "WAITING_FOR_RESOURCES", "ACTIVE",
 )  # fmt: skip
 FINAL_CODES = {2, 3, 130}  # a mistake in the options, NaN, Ctrl-C: a restart would fail again
 PACK = (
-    "git ls-files -z --cached --others --exclude-standard | tar --null --ignore-failed-read -czf {file} " + lock.FILE + " -T -"
+    "git ls-files -z --cached --others --exclude-standard"
+    " | tar --null --ignore-failed-read -czf {file} " + lock.FILE + " -T -"
 )
-# A file that this tree no longer has is removed, also a package lib/x/ that became lib/x.py; runs and data beside them stay.
-# A TPU VM has Python 3.10; uv installs the one of the lock.
+# It first removes the files that an earlier copy installed. So a file that this tree no longer has
+# is gone, also a package lib/x/ that became lib/x.py. Runs and data beside them stay. A TPU VM has
+# Python 3.10; uv installs the Python of the lock.
 INSTALL = (
-    "rm -f ~/jaxformer.run/installed && mkdir -p ~/jaxformer && cd ~/jaxformer && touch ~/jaxformer.run/files"
+    "rm -f ~/jaxformer.run/installed"
+    " && mkdir -p ~/jaxformer && cd ~/jaxformer && touch ~/jaxformer.run/files"
     " && {{ xargs -d '\\n' rm -f -- < ~/jaxformer.run/files || true; }}"
-    " && tar --quoting-style=literal -tzf ~/jaxformer.tgz > ~/jaxformer.run/files && tar -xzf ~/jaxformer.tgz"
-    " && python3 -m pip install -q --user uv && ~/.local/bin/uv venv -q --allow-existing --python " + lock.PYTHON + " .venv"
-    " && ~/.local/bin/uv pip install -q -c " + lock.FILE + " -e '.[tpu,hosts]' && echo {digest} > ~/jaxformer.run/installed"
+    " && tar --quoting-style=literal -tzf ~/jaxformer.tgz > ~/jaxformer.run/files"
+    " && tar -xzf ~/jaxformer.tgz"
+    " && python3 -m pip install -q --user uv"
+    " && ~/.local/bin/uv venv -q --allow-existing --python "
+    + lock.PYTHON
+    + " .venv && ~/.local/bin/uv pip install -q -c "
+    + lock.FILE
+    + " -e '.[tpu,hosts]' && echo {digest} > ~/jaxformer.run/installed"
 )
-# A checkpoint is complete when its folder is renamed; without caches every host sees that at once. Files that are there are
-# cached for --metadata-cache-ttl-secs, those that are not for --metadata-cache-negative-ttl-secs (5 by default):
+# A checkpoint is complete when its folder is renamed. Without caches every host sees that at once.
+# gcsfuse caches existing files for --metadata-cache-ttl-secs and missing ones for
+# --metadata-cache-negative-ttl-secs (5 by default):
 # docs.cloud.google.com/storage/docs/cloud-storage-fuse/stat-caching and type-caching, 2026-11.
 MOUNT = (
-    "command -v gcsfuse > /dev/null || {{ echo deb https://packages.cloud.google.com/apt gcsfuse-$(lsb_release -cs) main"
+    "command -v gcsfuse > /dev/null"
+    " || {{ echo deb https://packages.cloud.google.com/apt gcsfuse-$(lsb_release -cs) main"
     " | sudo tee /etc/apt/sources.list.d/gcsfuse.list > /dev/null"
     " && curl -s https://packages.cloud.google.com/apt/doc/apt-key.gpg"
     " | sudo tee /etc/apt/trusted.gpg.d/gcsfuse.asc > /dev/null"
     " && sudo apt-get -qq update && sudo apt-get -qq install -y gcsfuse; }}"
     " && sudo install -d -o $USER /mnt/bucket"
-    # another bucket, of an earlier command, is taken away: the run would go into it
-    ' && {{ [ "$(findmnt -n -o SOURCE /mnt/bucket)" = {bucket} ] || {{ {{ ! mountpoint -q /mnt/bucket'
-    " || fusermount -u /mnt/bucket; }} && gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0"
+    # another bucket, mounted by an earlier command, is unmounted: the run would go into it
+    ' && {{ [ "$(findmnt -n -o SOURCE /mnt/bucket)" = {bucket} ]'
+    " || {{ {{ ! mountpoint -q /mnt/bucket || fusermount -u /mnt/bucket; }}"
+    " && gcsfuse --implicit-dirs --rename-dir-limit=1000000 --metadata-cache-ttl-secs=0"
     " --metadata-cache-negative-ttl-secs=0 {bucket} /mnt/bucket; }}; }}"
 )
-PROBE = (  # what was started, how it is, and what is installed
-    "mkdir -p ~/jaxformer.run && cd ~/jaxformer.run && echo jaxformer $(cat id 2>/dev/null || echo -)"
+# prints the identity of the started command, its status, and the digest of the installed tree
+PROBE = (
+    "mkdir -p ~/jaxformer.run && cd ~/jaxformer.run"
+    " && echo jaxformer $(cat id 2>/dev/null || echo -)"
     " $(if [ ! -e id ]; then echo none; elif kill -0 $(cat pid) 2>/dev/null; then echo running;"
     " else cat exit 2>/dev/null || echo lost; fi) $(cat installed 2>/dev/null || echo -)"
 )
@@ -82,26 +101,43 @@ class Pod:
 
     def create(self) -> list[str]:
         if self.slice is None:
-            raise ConfigError(f"TPU={self.name}: there is none in {self.zone}; give TOPOLOGY=v5e:4x4 to create it")
-        # a size of v4 or v5p has several shapes: cloud.google.com/sdk/gcloud/reference/.../queued-resources/create, 2026-11
+            raise ConfigError(
+                f"TPU={self.name}: there is none in {self.zone}; give TOPOLOGY=v5e:4x4 to create it"
+            )
+        # A size of v4 or v5p has several shapes:
+        # cloud.google.com/sdk/gcloud/reference/.../queued-resources/create, 2026-11
         shape = [f"--type={self.slice.kind}", f"--topology={self.slice.shape}"]
         return self.gcloud(
-            "queued-resources", "create", self.name, f"--node-id={self.name}",
-            *(shape if self.slice.kind in ("v4", "v5p") else [f"--accelerator-type={self.slice.accelerator}"]),
-            f"--runtime-version={slices.KINDS[self.slice.kind].runtime}", *["--spot"] * self.spot,
-        )  # fmt: skip
+            "queued-resources",
+            "create",
+            self.name,
+            f"--node-id={self.name}",
+            *(
+                shape
+                if self.slice.kind in ("v4", "v5p")
+                else [f"--accelerator-type={self.slice.accelerator}"]
+            ),
+            f"--runtime-version={slices.KINDS[self.slice.kind].runtime}",
+            *["--spot"] * self.spot,
+        )
 
     def delete(self) -> list[str]:
         return self.gcloud("queued-resources", "delete", self.name, "--force")
 
     def costs(self) -> str:
-        """What is still there, and the commands that delete it: of a TPU that `create` asked for, and of any other."""
+        """A line that says that the TPU costs money, with the commands that delete it.
+
+        One command is for a TPU that `create` requested, the other for any other TPU.
+        """
         other = self.gcloud("tpu-vm", "delete", self.name)
-        made = f"{shlex.join(self.delete())} (or, if it was made by `gcloud compute tpus tpu-vm create`: {shlex.join(other)})"
+        made = (
+            f"{shlex.join(self.delete())} (or, if it was made by `gcloud compute tpus tpu-vm "
+            f"create`: {shlex.join(other)})"
+        )
         return f"tpu_vm: {self.name} costs money, if it exists, until you delete it: {made}"
 
     def warm(self) -> list[str]:
-        """The first ssh goes to one worker and makes the key. In parallel, all workers would make it."""
+        """The first ssh, to one worker only: it makes the key, which all would make in parallel."""
         return self.ssh("true", worker="0")
 
     def install(self, digest: str) -> list[list[str]]:
@@ -117,18 +153,23 @@ class Pod:
 
 
 def tree_digest() -> str:
-    """Of the files that are copied and of the lock: a worker that has installed them is ready."""
+    """A digest of the copied files and the lock. A worker with this digest needs no install."""
     digest = hashlib.sha256(lock.text().encode())
     for name in door.tree():
         path = slices.ROOT / name
-        digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes() if path.is_file() else b"")
+        digest.update(
+            f"{name} {path.stat().st_size}\n".encode() + path.read_bytes()
+            if path.is_file()
+            else b""
+        )
     return digest.hexdigest()[:16]
 
 
 def start(command: list[str], bucket: str = "") -> tuple[str, str]:
-    """(identity, shell command). The command starts the training in a new session, with log and exit code in files.
+    """(identity, shell command that starts the training in a new session).
 
-    The identity is that of the words and of the bucket, into which the run goes by a path that all buckets have.
+    Log and exit code go to files. The identity is a digest of the words and of the bucket: the
+    words do not name the bucket, because each is mounted at the same path.
     """
     python = shlex.join([".venv/bin/python", *command])
     identity = hashlib.sha256((python + (bucket and f" in {bucket}")).encode()).hexdigest()[:8]
@@ -142,7 +183,7 @@ def start(command: list[str], bucket: str = "") -> tuple[str, str]:
 
 
 def call(words: list[str]) -> int:
-    """Runs a command and returns its exit code. Prints it if it is not 0."""
+    """Runs a command and returns its exit code; prints the code if it is not 0."""
     code = run(words, cwd=slices.ROOT).returncode
     if code:
         print(f"tpu_vm: exit code {code} of: {shlex.join(words)}", flush=True)
@@ -157,7 +198,7 @@ def run(words: list[str], **options) -> subprocess.CompletedProcess:
 
 
 def state(pod: Pod) -> str:
-    """The state of the TPU, else that of the request for it, else MISSING."""
+    """The state of the TPU; without a TPU, that of its request; without a request, MISSING."""
     for words in (
         pod.gcloud("tpu-vm", "describe", pod.name, "--format=value(state)"),
         pod.gcloud("queued-resources", "describe", pod.name, "--format=value(state.state)"),
@@ -175,43 +216,62 @@ def wait_until_ready(pod: Pod, pause: float) -> None:
     """Waits until the TPU is ready. A dead one is deleted, a missing one is requested."""
     now, unclear, deaths = "", 0, 0
     while True:
-        before, now = now, state(pod)
+        last, now = now, state(pod)
         if now == "READY":
             return
-        if now != before:
+        if now != last:
             print(f"tpu_vm: {pod.name} is {now}", flush=True)
         unclear = unclear + 1 if now.startswith(("UNKNOWN", "MISSING")) else 0
-        if now == "MISSING" != before and call(pod.create()):
+        if now == "MISSING" != last and call(pod.create()):
             raise ConfigError(f"TPU={pod.name}: cannot be created; gcloud says why above")
         if now in DEAD_STATES:
             pod.create()  # only checks: if the TPU cannot be created again, it is not deleted
             deaths += 1
-            if deaths > 3 or (call(pod.delete()) and call(pod.gcloud("tpu-vm", "delete", pod.name))):
-                raise ConfigError(f"TPU={pod.name}: is {now}, and a new one does not help; gcloud says why above")
+            if deaths > 3 or (
+                call(pod.delete()) and call(pod.gcloud("tpu-vm", "delete", pod.name))
+            ):
+                raise ConfigError(
+                    f"TPU={pod.name}: is {now}, and a new one does not help; gcloud says why above"
+                )
         elif unclear > 10 or (not unclear and now not in WAIT_STATES):
             raise ConfigError(f"TPU={pod.name}: is {now}, which only you can mend")
         time.sleep(pause)
 
 
 def probe(pod: Pod) -> list[tuple[str, str, str]] | None:
-    """(identity, running | exit code | lost | none, digest of what is installed) of every worker; None without an answer."""
+    """(identity, status, digest of the installed tree) of every worker; None without an answer.
+
+    The status is "running", an exit code, "lost" or "none".
+    """
     done = run(pod.ssh(PROBE), capture_output=True)
-    return re.findall(r"^jaxformer (\S+) (\S+) (\S+)$", done.stdout, re.MULTILINE) or None if done.returncode == 0 else None
+    return (
+        re.findall(r"^jaxformer (\S+) (\S+) (\S+)$", done.stdout, re.MULTILINE) or None
+        if done.returncode == 0
+        else None
+    )
 
 
 def attempt(pod: Pod, bucket: str, command: list[str], pause: float) -> set[str]:
-    """Starts the run, or attaches to it, and follows it to its end. The workers' exit codes; empty if unknown."""
+    """Starts the run, or attaches to it, and follows it to its end: the workers' exit codes.
+
+    The set is empty if they are unknown.
+    """
     wait_until_ready(pod, pause)
     identity, start_command = start(command, bucket)
     if call(pod.warm()) or (workers := probe(pod)) is None:
         return set()
     identities = {identity for identity, status, _ in workers if status == "running"}
     if identities - {identity}:
-        raise ConfigError(f"TPU={pod.name}: is busy with another command; wait, or end it: {shlex.join(pod.ssh(END))}")
+        raise ConfigError(
+            f"TPU={pod.name}: is busy with another command; wait, or end it: "
+            f"{shlex.join(pod.ssh(END))}"
+        )
     if not identities:
         digest = tree_digest()
         lock.write()
-        steps = [] if {installed for _, _, installed in workers} == {digest} else pod.install(digest)
+        steps = (
+            [] if {installed for _, _, installed in workers} == {digest} else pod.install(digest)
+        )
         if any(call(words) for words in [*steps, *pod.mount(bucket), pod.ssh(start_command)]):
             return set()
     partial_ends = 0
@@ -228,7 +288,10 @@ def attempt(pod: Pod, bucket: str, command: list[str], pause: float) -> set[str]
 
 
 def train(pod: Pod, bucket: str, command: list[str], retries: int, pause: float) -> int:
-    """Repeats attempts until the run ends, or `retries` in a row have failed within ten minutes. Returns the exit code."""
+    """Repeats attempts until the run ends; returns the exit code.
+
+    It gives up after `retries` attempts in a row that fail within ten minutes.
+    """
     failures = 0
     while True:
         began = time.monotonic()
@@ -241,11 +304,17 @@ def train(pod: Pod, bucket: str, command: list[str], retries: int, pause: float)
             return min(final)
         failures = 1 if time.monotonic() - began > STABLE else failures + 1
         if failures > retries:
-            print(f"tpu_vm: gave up after {retries} restarts in a row; the last ended with {sorted(codes) or 'no answer'}")
+            print(
+                f"tpu_vm: gave up after {retries} restarts in a row; "
+                f"the last ended with {sorted(codes) or 'no answer'}"
+            )
             return 1
         wait = min(pause * 2 ** (failures - 1), STABLE)
         print(
-            f"tpu_vm: ended with {sorted(codes) or 'no answer'}; again in {wait:.0f} s ({failures} of {retries})",
+            (
+                f"tpu_vm: ended with {sorted(codes) or 'no answer'}; "
+                f"again in {wait:.0f} s ({failures} of {retries})"
+            ),
             flush=True,
         )
         time.sleep(wait)
@@ -254,7 +323,9 @@ def train(pod: Pod, bucket: str, command: list[str], retries: int, pause: float)
 def script(pod: Pod, bucket: str, command: list[str]) -> str:
     """The commands of one attempt, in order, as a shell script."""
     steps = {
-        "where there is no TPU of this name:": [pod.create()] if pod.slice else [["#", "give TOPOLOGY=v5e:4x4"]],
+        "where there is no TPU of this name:": [pod.create()]
+        if pod.slice
+        else [["#", "give TOPOLOGY=v5e:4x4"]],
         "until READY:": [pod.gcloud("tpu-vm", "describe", pod.name, "--format=value(state)")],
         "how every worker is:": [pod.warm(), pod.ssh(PROBE)],
         "unless that very tree is installed on all:": pod.install(tree_digest()),
@@ -262,29 +333,63 @@ def script(pod: Pod, bucket: str, command: list[str]) -> str:
         "its log, then how every worker ended:": [pod.ssh(FOLLOW, "0"), pod.ssh(PROBE)],
         "where the TPU was preempted, before the next attempt:": [pod.delete()],
     }
-    return "\n".join(line for title, words in steps.items() for line in (f"# {title}", *map(shlex.join, words)))
+    return "\n".join(
+        line for title, words in steps.items() for line in (f"# {title}", *map(shlex.join, words))
+    )
 
 
 def add_options(parser) -> None:
     parser.add_argument("--tpu", default="", help="name of the TPU")
     parser.add_argument("--zone", default="", help="zone, such as us-east5-a")
     parser.add_argument("--project", default="", help="project (default: gcloud's)")
-    parser.add_argument("--topology", default="", help="slice to create if the TPU does not exist, such as v5e:4x4")
-    parser.add_argument("--spot", action="store_true", help="create a spot TPU: cheap, may be preempted at any time")
-    parser.add_argument("--bucket", default="", help="bucket for runs; every worker mounts it with gcsfuse")
     parser.add_argument(
-        "--runs", default="", help="or a folder for runs that all workers share (Filestore, NFS), or gs://bucket/runs"
+        "--topology",
+        default="",
+        help="slice to create if the TPU does not exist, such as v5e:4x4",
     )
-    parser.add_argument("--retries", type=slices.count, default=5, help="restarts in a row that may fail within ten minutes")
     parser.add_argument(
-        "--pause", type=slices.seconds, default=30.0, help="seconds between checks and before the first restart"
+        "--spot",
+        action="store_true",
+        help="create a spot TPU: cheap, may be preempted at any time",
+    )
+    parser.add_argument(
+        "--bucket", default="", help="bucket for runs; every worker mounts it with gcsfuse"
+    )
+    parser.add_argument(
+        "--runs",
+        default="",
+        help="or a folder for runs that all workers share (Filestore, NFS), or gs://bucket/runs",
+    )
+    parser.add_argument(
+        "--retries",
+        type=slices.count,
+        default=5,
+        help="restarts in a row that may fail within ten minutes",
+    )
+    parser.add_argument(
+        "--pause",
+        type=slices.seconds,
+        default=30.0,
+        help="seconds between checks and before the first restart",
     )
 
 
 def launch(options, arguments: list[str]) -> int:
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", slices.require(options.tpu, "no TPU: give TPU=my-pod, its name")):
-        raise ConfigError(f"TPU={options.tpu}: expected a name of small letters, digits and dashes, at most 63 of them")
-    slices.require(options.zone, "no zone: give ZONE=, such as ZONE=us-east5-a; `gcloud compute tpus locations list` has them")
+    if not re.fullmatch(
+        r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?",
+        slices.require(options.tpu, "no TPU: give TPU=my-pod, its name"),
+    ):
+        raise ConfigError(
+            f"TPU={options.tpu}: expected a name of small letters, "
+            "digits and dashes, at most 63 of them"
+        )
+    slices.require(
+        options.zone,
+        (
+            "no zone: give ZONE=, such as ZONE=us-east5-a; "
+            "`gcloud compute tpus locations list` has them"
+        ),
+    )
     tpu = slices.parse_tpu_vm(options.topology) if options.topology else None
     if options.bucket and options.runs:
         raise ConfigError("BUCKET and RUNS: give one of them")
@@ -303,12 +408,17 @@ def launch(options, arguments: list[str]) -> int:
         print(*([] if shared else [f"# {warning}"]), script(pod, bucket, command), *facts, sep="\n")
         return 0
     if not shared and (tpu is None or tpu.hosts > 1 or options.spot):
-        raise ConfigError(f"{warning}; give BUCKET=name, RUNS=/a/folder/that/all/share, or RUNS=gs://bucket/runs")
+        raise ConfigError(
+            f"{warning}; give BUCKET=name, RUNS=/a/folder/that/all/share, or RUNS=gs://bucket/runs"
+        )
     try:
         with slices.stoppable():
             return train(pod, bucket, command, options.retries, options.pause)
     except slices.Stopped as stopped:
-        print(f"\ntpu_vm: detached; the run goes on, the same command attaches again. To end it: {shlex.join(pod.ssh(END))}")
+        print(
+            "\ntpu_vm: detached; the run goes on, the same command attaches again. To end it: "
+            f"{shlex.join(pod.ssh(END))}"
+        )
         return stopped.code
     finally:  # however it ends
         print(pod.costs(), flush=True)

@@ -1,11 +1,12 @@
-"""The table of costs: what each kind of layer costs as texts grow, by formula, by FLOPs of its program, by time and memory.
+"""Growth of cost with length for each kind of layer: by formula, FLOPs, time and memory.
 
-Vaswani et al. 2017, arXiv:1706.03762, table 1, and the surveys of efficient attention. A cost c n^p is a line of slope p when
-both axes are logarithmic. The slope of the program's FLOPs is exact; those of time and temporary memory are fitted to
-measurements at lengths where the leading term rules: n^2 d beats n d^2 only beyond some thousand tokens.
+Vaswani et al. 2017, arXiv:1706.03762, table 1, and the surveys of efficient attention. With
+logarithmic axes a cost c n^p is a line of slope p. The slope of the program's FLOPs is exact. The
+slopes of time and temporary memory are fitted to measurements at lengths where the leading term
+dominates: n^2 d exceeds n d^2 only above some thousand tokens.
 
-Expected: every FLOP slope within 0.02 of the stated exponent; slopes of time: block by block 1.89, causal 1.82, the others 0.89
-(BigBird) to 1.18 (Linformer), where 2 and 1 are stated.
+Expected: every FLOP slope within 0.02 of the stated exponent; slopes of time: block by block 1.89,
+causal 1.82, where 2 is stated; the others 0.89 (BigBird) to 1.18 (Linformer), where 1 is stated.
 Time: four minutes on 2 quiet CPU cores (a second with --longest 0, which measures nothing).
 Command: python -m experiments.theory.complexity [--longest 16384] [--out complexity.png]
 """
@@ -39,7 +40,7 @@ def recurrent(query: Array, key: Array, value: Array) -> Array:
 
 
 def convolution(query: Array, key: Array, value: Array, width: int = 4) -> Array:
-    """Each position reads `width` neighbours: a product [n, width D] x [width D, D]."""
+    """Each position reads `width` positions: a product [n, width D] x [width D, D]."""
     W = random.normal(random.key(0), (width * D, D)) / D**0.5
     x = jnp.pad(value.reshape(-1, D), ((width - 1, 0), (0, 0)))
     near = jnp.concatenate([x[i : i + value.shape[1]] for i in range(width)], axis=1)
@@ -48,7 +49,8 @@ def convolution(query: Array, key: Array, value: Array, width: int = 4) -> Array
 
 def feedforward(query: Array, key: Array, value: Array) -> Array:
     """Two products of width 4 D, position by position."""
-    up, down = (random.normal(random.key(i), shape) / D**0.5 for i, shape in enumerate(((D, 4 * D), (4 * D, D))))
+    up = random.normal(random.key(0), (D, 4 * D)) / D**0.5
+    down = random.normal(random.key(1), (4 * D, D)) / D**0.5
     return ops.mlp(value.reshape(1, -1, D), up, down, jax.nn.relu).reshape(value.shape)
 
 
@@ -60,7 +62,7 @@ class Row:
     exponent: float  # of n, in operations
     path: str  # steps between two positions
     function: Callable
-    memory: float | None = 1.0  # exponent of n in what is kept meanwhile
+    memory: float | None = 1.0  # exponent of n in temporary memory
 
 
 by_name = {name: function for name, (function, _) in bench.VARIANTS.items()}
@@ -82,12 +84,12 @@ ROWS = {
 
 
 def slope(lengths: Sequence[int], values: Sequence[float]) -> float:
-    """p of the line c n^p through the points, least squares of the logarithms."""
+    """p of the fit c n^p, by least squares of the logarithms."""
     return float(np.polyfit(np.log(lengths), np.log(values), 1)[0])
 
 
 def flop_slope(function: Callable, lengths: Sequence[int] = (4096, 8192, 16_384)) -> float:
-    """That of the products of a forward and a backward pass, from the program alone."""
+    """The slope of the FLOPs of a forward and a backward pass, counted from the program."""
 
     def passes(n: int) -> float:
         x = jax.ShapeDtypeStruct((1, n, N, H), jnp.float32)
@@ -98,7 +100,10 @@ def flop_slope(function: Callable, lengths: Sequence[int] = (4096, 8192, 16_384)
 
 
 def measure(name: str, longest: int, rounds: int = 3) -> dict[int, tuple[float, int]]:
-    """{length: (milliseconds, bytes of temporary memory)} at three lengths up to the longest, run in turn."""
+    """{length: (milliseconds, bytes of temporary memory)} at three lengths up to `longest`.
+
+    The programs of the three lengths run in turn, `rounds` times.
+    """
     lengths = [longest // 4, longest // 2, longest]
     programs = {n: bench.Program(ROWS[name].function, n) for n in lengths}
     for program in list(programs.values()) * rounds:
@@ -107,18 +112,22 @@ def measure(name: str, longest: int, rounds: int = 3) -> dict[int, tuple[float, 
 
 
 def draw(measured: dict[str, dict[int, tuple[float, int]]]):
-    """Time against length; the legend says the stated and the measured exponent."""
+    """Time against length; the legend gives the measured exponent and the formula."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.5, 5), layout="constrained")
     axes = figure.add_subplot()
-    for i, (name, row) in enumerate(measured.items()):
-        times = [time for time, _ in row.values()]
-        label = f"{name}: n^{slope(list(row), times):.2f} ({ROWS[name].formula})"
-        style = dict(marker="o", markersize=3, color=f"C{i % 10}", linestyle="--" if i >= 10 else "-")
-        axes.plot(list(row), times, label=label, **style)
+    lengths = []
+    for i, (name, by_length) in enumerate(measured.items()):
+        lengths = list(by_length)
+        times = [time for time, _ in by_length.values()]
+        label = f"{name}: n^{slope(lengths, times):.2f} ({ROWS[name].formula})"
+        style = dict(
+            marker="o", markersize=3, color=f"C{i % 10}", linestyle="--" if i >= 10 else "-"
+        )
+        axes.plot(lengths, times, label=label, **style)
     axes.set(xscale="log", yscale="log", xlabel="tokens n", ylabel="forward and backward (ms)")
-    axes.set_xticks(list(row), [f"{n:,}" for n in row])
+    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -127,19 +136,26 @@ def draw(measured: dict[str, dict[int, tuple[float, int]]]):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--longest", type=int, default=16_384, help="0: FLOPs alone, nothing is measured")
+    parser.add_argument(
+        "--longest", type=int, default=16_384, help="0: FLOPs alone, nothing is measured"
+    )
     parser.add_argument("--out", default="complexity.png")
     arguments = parser.parse_args()
     memory.keep()
     print(f"{'layer':34} {'operations':12} path    n^ stated  FLOPs  time  memory")
     measured = {}
     for name, row in ROWS.items():
-        words = f"{name:34} {row.formula:12} {row.path:7} {row.exponent:9} {flop_slope(row.function):6.2f}"
+        words = (
+            f"{name:34} {row.formula:12} {row.path:7} {row.exponent:9} "
+            f"{flop_slope(row.function):6.2f}"
+        )
         if arguments.longest:
-            longest = arguments.longest // (4 if row.memory == 2 else 1)  # beyond, the machine pages n^2 scores in and out
+            # with longer texts the machine would swap the n^2 scores
+            longest = arguments.longest // (4 if row.memory == 2 else 1)
             measured[name] = measure(name, longest)
-            columns = zip(*measured[name].values(), strict=True)
-            words += "  {:.2f}  {:6.2f}".format(*(slope(list(measured[name]), column) for column in columns))
+            times, sizes = zip(*measured[name].values(), strict=True)
+            lengths = list(measured[name])
+            words += f"  {slope(lengths, times):.2f}  {slope(lengths, sizes):6.2f}"
         print(words, flush=True)
     if measured:
         print("figure:", figures.save(partial(draw, measured), arguments.out))

@@ -1,19 +1,22 @@
-"""Where a fact is inside a model: associative recall with the states of one text put into another (activation patching).
+"""Activation patching: which layer of a model moves a recalled fact, and from where to where.
 
-Meng et al. 2022, arXiv:2202.05262, section 2. A model of two layers reads "k1 v1 ... kn vn" and then the keys, and says their
-values. Two texts have the same keys in the same places and different values. The residual stream of the second is put into
-the first, after one layer and at one kind of place: where the values stand, or where the keys are asked for.
+Meng et al. 2022, arXiv:2202.05262, section 2. A model of two layers reads "k1 v1 ... kn vn" and
+then the keys, and answers with their values. Two texts have the same keys in the same positions and
+different values. The residual stream of the second text replaces that of the first, after one layer
+and at one kind of position: at the values, or at the questions (the repeated keys).
 
-Predicted: before the values have moved, the answers follow a patch at the places of the values; after the last layer they
-follow one at the places of the questions, and no longer the other. Where it changes is the layer that fetches the values.
-Expected (seed 0, 256 pairs of texts, share of answers that become the other text's): embedding 100 % at the values, 0 % at
-the questions; after layer 0 the same; after layer 1 0 % and 100 %. So layer 1 fetches, by keys that layer 0 has put beside
-the values.
+Predicted: in the layers before the values are fetched, the answers follow a patch at the values.
+After the last layer they follow a patch at the questions, and no longer one at the values. The
+layer in between fetches the values.
+Expected (seed 0, 256 pairs of texts, share of answers that become the other text's): embedding
+100 % at the values, 0 % at the questions; after layer 0 the same; after layer 1 0 % and 100 %. So
+layer 1 fetches the values, by the keys that layer 0 has put beside them.
 Time: a minute on 2 CPU cores.
 Command: python -m experiments.theory.patching [--runs runs]
 """
 
 import argparse
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,31 +47,42 @@ experiment = Experiment(
 
 def texts(count: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     """(tokens, tokens with other values) [count, 3 PAIRS]."""
-    rows = batching.take_rows(batching.open_dataset(experiment.data, experiment.model).validation, np.arange(count))
-    tokens, half = rows["tokens"], experiment.data.vocab_size // 2
+    validation = batching.open_dataset(experiment.data, experiment.model).validation
+    tokens = batching.take_rows(validation, np.arange(count))["tokens"]
+    half = experiment.data.vocab_size // 2  # values are tokens from here on
+    # a shift is never 0, so no value stays the same
+    shift = np.random.default_rng(seed).integers(1, half, size=(count, PAIRS))
+    values = slice(1, 2 * PAIRS, 2)
     other = tokens.copy()
-    shift = np.random.default_rng(seed).integers(1, half, size=(count, PAIRS))  # never the same value
-    other[:, 1 : 2 * PAIRS : 2] = half + (tokens[:, 1 : 2 * PAIRS : 2] - half + shift) % half
+    other[:, values] = half + (tokens[:, values] - half + shift) % half
     return jnp.asarray(tokens), jnp.asarray(other)
 
 
 def answers(params, tokens, edits=None) -> jax.Array:
     """The likeliest value of each question, [B, PAIRS]."""
-    return models.apply(experiment.model, params, tokens, edits=edits).logits[:, 2 * PAIRS :].argmax(axis=-1)
+    logits = models.apply(experiment.model, params, tokens, edits=edits).logits
+    return logits[:, 2 * PAIRS :].argmax(axis=-1)
 
 
 def patched(params, tokens, other) -> dict[tuple[str, str], float]:
-    """The share of answers that are those of the other text, by (name, places)."""
+    """{(intermediate, positions): share of answers that are those of the other text}."""
     names = ("embedding", *(f"layers/{i}/residual" for i in range(experiment.model.num_layers)))
     states = models.apply(experiment.model, params, other, intermediates=names).intermediates
-    slots, theirs = jnp.arange(tokens.shape[1]), answers(params, other)
-    places = {"values": (slots < 2 * PAIRS) & (slots % 2 == 1), "questions": slots >= 2 * PAIRS}
-    found = {}
+    positions = jnp.arange(tokens.shape[1])
+    is_question = positions >= 2 * PAIRS
+    masks = {"values": ~is_question & (positions % 2 == 1), "questions": is_question}
+    other_answers = answers(params, other)
+    results = {}
     for name in names:
-        for place, chosen in places.items():
-            edit = lambda x, layer, name=name, chosen=chosen: jnp.where(chosen[None, :, None], states[name], x)
-            found[name, place] = float((answers(params, tokens, {name: edit}) == theirs).mean())
-    return found
+        for kind, mask in masks.items():
+            edits = {name: partial(put, states[name], mask)}
+            results[name, kind] = float((answers(params, tokens, edits) == other_answers).mean())
+    return results
+
+
+def put(states: jax.Array, mask: jax.Array, x: jax.Array, layer) -> jax.Array:
+    """The edit that replaces x `[B, T, D]` by the states of the other text where `mask` `[T]`."""
+    return jnp.where(mask[None, :, None], states, x)
 
 
 def main() -> None:
@@ -83,9 +97,9 @@ def main() -> None:
     own = float((answers(params, other) != answers(params, tokens)).mean())
     print(f"answers of the two texts differ in {own:.1%} of the questions")
     print(f"{'patched':<20}{'values':>12}{'questions':>12}")
-    found = patched(params, tokens, other)
-    for name in dict.fromkeys(name for name, _ in found):
-        print(f"{name:<20}{found[name, 'values']:>12.1%}{found[name, 'questions']:>12.1%}")
+    results = patched(params, tokens, other)
+    for name in dict.fromkeys(name for name, _ in results):
+        print(f"{name:<20}{results[name, 'values']:>12.1%}{results[name, 'questions']:>12.1%}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What the experiments of this folder share: the shortest training loop, for any function from tokens to logits.
+"""The part that the experiments of this folder share: a short training loop.
 
-A batch is a dictionary of `tokens`, `labels` and `weights` [B, T], drawn from a key: the same (seed, step), the same batch.
+It trains any function from tokens to logits. A batch is a dictionary of `tokens`, `labels` and
+`weights` [B, T]. It is drawn from a key, so the same (seed, step) gives the same batch.
 """
 
 from collections.abc import Callable
@@ -17,49 +18,70 @@ Forward = Callable[[Any, Array], Array]  # (params, tokens [B, T]) -> logits [B,
 
 
 def cross_entropy(logits: Array, batch: Batch) -> Array:
-    """The mean of -log p(label), in nats, with the weights of the batch."""
+    """sum w (-log p(label)) / sum w, in nats, with the weights w of the batch."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
 
 def accuracy(logits: Array, batch: Batch) -> Array:
-    """The share of labels that are the likeliest token."""
-    return ((logits.argmax(axis=-1) == batch["labels"]) * batch["weights"]).sum() / batch["weights"].sum()
+    """The share of labels that are the likeliest token, with the weights of the batch."""
+    is_right = logits.argmax(axis=-1) == batch["labels"]
+    return (is_right * batch["weights"]).sum() / batch["weights"].sum()
 
 
 def copies(tree: Any, count: int) -> Any:
-    """Each leaf [count, ...]: models that train side by side, by `jax.vmap`. Adam does not see that the loss is their mean."""
+    """The tree with each leaf repeated, [count, ...]: models that `jax.vmap` trains side by side.
+
+    Their loss is the mean over models. Adam divides by the size of gradients, so each model trains
+    as it would alone.
+    """
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
 
 
 def previous_tokens(key: Array, vocabulary: int, batch: int, length: int) -> Batch:
-    """Random tokens; the label of each but the first is the one before it."""
+    """Random tokens. The label of a token is the token before it; the first one has no weight."""
     tokens = jax.random.randint(key, (batch, length), 0, vocabulary)
     weights = jnp.broadcast_to(jnp.arange(length)[None] > 0, tokens.shape).astype(jnp.float32)
     return {"tokens": tokens, "labels": jnp.roll(tokens, 1, axis=1), "weights": weights}
 
 
 def train(
-    forward: Forward, params: Any, draw: Callable[[Array], Batch], optimizer: optax.GradientTransformation, steps: int,
-    every: int, measure: Callable[[Any], dict[str, Array]] | None = None, seed: int = 0,
-) -> tuple[Any, list[dict]]:  # fmt: skip
-    """(trained parameters, a record each `every` steps: step, mean training loss since the last, what `measure` says)."""
-    key, state, measured = jax.random.key(seed), optimizer.init(params), jax.jit(measure) if measure else lambda params: {}
-    records, losses = [], []
+    forward: Forward,
+    params: Any,
+    draw: Callable[[Array], Batch],
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    every: int,
+    measure: Callable[[Any], dict[str, Array]] | None = None,
+    seed: int = 0,
+) -> tuple[Any, list[dict]]:
+    """Trains for `steps` steps; returns (parameters, records), a record each `every` steps.
+
+    A record holds the step, the mean training loss since the last record, and the numbers of
+    `measure(params)`.
+    """
+    key = jax.random.key(seed)
+    state = optimizer.init(params)
+    measured = jax.jit(measure) if measure else lambda params: {}
+
+    def loss_of(params, batch):
+        return cross_entropy(forward(params, batch["tokens"]), batch)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def update(params, state, step):
         batch = draw(jax.random.fold_in(key, step))
-        loss, gradient = jax.value_and_grad(lambda p: cross_entropy(forward(p, batch["tokens"]), batch))(params)
+        loss, gradient = jax.value_and_grad(loss_of)(params, batch)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params = jax.tree.map(jnp.array, params)  # the caller keeps its own
+    records = []
+    losses = []
+    params = jax.tree.map(jnp.array, params)  # a copy: `update` donates its arguments
     for step in range(1, steps + 1):
         params, state, loss = update(params, state, step)
         losses.append(loss)
         if step % every == 0:
-            found = {name: jax.device_get(value) for name, value in measured(params).items()}
-            records.append({"step": step, "loss": float(jnp.stack(losses).mean()), **found})
+            numbers = {name: jax.device_get(value) for name, value in measured(params).items()}
+            records.append({"step": step, "loss": float(jnp.stack(losses).mean()), **numbers})
             losses = []
     return params, records

@@ -1,48 +1,61 @@
 """python -m jaxformer COMMAND: the only place that reads argv.
 
     train EXPERIMENT [--runs DIR] [--jax VERSION] [--key.path=value ...]
-                                                              trains, or resumes, experiments/EXPERIMENT.py; with another
-                                                              version of jax than that, it does not start
-    tokens EXPERIMENT [--key.path=value ...]                  encodes the experiment's texts and no more; on several hosts that
-                                                              see one cache (--data.cache=DIR) each does its share
+        trains, or resumes, experiments/EXPERIMENT.py; refuses to start with another version of jax
+    tokens EXPERIMENT [--key.path=value ...]
+        only encodes the experiment's texts; several hosts that see one cache (--data.cache=DIR)
+        divide the work
     evaluate RUN [--step N] [--average N] [--int8] [--mesh.tensor=N ...]
-                                                              scores a run's checkpoint, or the mean of its last N, on its
-                                                              validation split
-    evaluate RUN --replay [--mesh.tensor=N ...]               the bad step that ended a run, computed again
-    generate RUN --prompt TEXT | --prompts FILE.jsonl --out FILE.jsonl [--tokens N] [--temperature X] [--top-k K] [--top-p P]
-             [--min-p P] [--typical P] [--filter "Repetition(1.2)"] [--beams N [--n-best N] [--length-penalty X]]
-             [--stop TEXT] [--special-tokens] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
+        scores a run's checkpoint, or the mean of its last N, on its validation split
+    evaluate RUN --replay [--mesh.tensor=N ...]
+        computes the bad step that ended a run again
+    generate RUN --prompt TEXT | --prompts FILE.jsonl --out FILE.jsonl [--tokens N]
+             [--temperature X] [--top-k K] [--top-p P] [--min-p P] [--typical P]
+             [--filter "Repetition(1.2)"] [--beams N [--n-best N] [--length-penalty X]]
+             [--stop TEXT] [--special-tokens] [--seed S] [--step N] [--average N]
+             [--mesh.tensor=N ...]
+        continues a prompt, or each prompt of a file
     generate RUN [--prompt TEXT] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
-                                                              of data with a method generate(run, key, folder): what it returns,
-                                                              and the files that it wrote
-    harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--average N] [--mesh.tensor=N ...]
-                                                              tasks of lm-evaluation-harness; writes harness.json into the run
+        for data with a method generate(run, key, folder): what it returns, and the files it wrote
+    harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--average N]
+            [--mesh.tensor=N ...]
+        runs tasks of lm-evaluation-harness; writes harness.json into the run's folder
     inspect RUN --prompt TEXT [--html FILE] [--step N] [--average N]
-                                                              losses, predictions and heads, token by token
-    report RUN [RUN ...] [--out FILE.html]                    one page: curves, samples, attention, gradients, costs
+        losses, predictions and heads, token by token
+    report RUN [RUN ...] [--out FILE.html]
+        one page with curves, samples, attention, gradients and costs
     draw EXPERIMENT|PRESET [--out FILE.html] [--key.path=value ...]
-                                                              one page of a model: architecture, masks, costs
-    list                                                      every experiment and preset, with one line of what it is
-    runs [--runs DIR]                                         every run, with its step and its scores
-    compare RUN RUN                                           what differs between two runs, and their scores
-    show EXPERIMENT|PRESET [--key.path=value ...]             the final config, parameters and cost; nothing is computed
+        one page of a model: architecture, masks, costs
+    list                all experiments and presets, each with one line about it
+    runs [--runs DIR]   all runs, each with its step and its scores
+    compare RUN RUN     the differences between two runs, and their scores
+    show EXPERIMENT|PRESET [--key.path=value ...]
+        the final config, parameters and cost; nothing is computed
     show EXPERIMENT|PRESET --sharding [--devices N] [--mesh.fsdp=N ...]
-                                                              how each parameter is split, and its bytes on a device
+        how each parameter is split, and its bytes on a device
     cost EXPERIMENT|PRESET [--length N] [--key.path=value ...]
-                                                              parameters, FLOPs and bytes of a forward pass, part by part
+        parameters, FLOPs and bytes of a forward pass, part by part
     plan EXPERIMENT|PRESET --topology NAME [--search] [--fast] [--json] [--key.path=value ...]
-                                                              the train step compiled for TPUs or GPUs that are not here
-    plan EXPERIMENT|PRESET --topology NAME --decode [--rows N] [--length N] [--fast] [--json] [--key.path=value ...]
-                                                              the same of a prompt and a step of its continuation
+        compiles the train step for TPUs or GPUs that are not here
+    plan EXPERIMENT|PRESET --topology NAME --decode [--rows N] [--length N] [--fast] [--json]
+         [--key.path=value ...]
+        compiles the prefill of a prompt and one step of decoding
 
-EXPERIMENT is a name in experiments/ or a path to a .py file; PRESET a model of jaxformer.models.presets, preset:NAME where an
-experiment has its name; RUN a folder in runs/, or an experiment's name for its newest
-run. `train EXPERIMENT --help` lists every option of that experiment. To open a run is to run the code in its folder: one that
-you did not train on this machine needs --trust, once. Several processes train as one on TPU pods, GKE, Slurm and MPI, or where
-JAXFORMER_COORDINATOR=HOST:PORT, JAXFORMER_PROCESSES=COUNT and JAXFORMER_PROCESS=INDEX say so.
-Exit codes: 0 done, 2 a mistake in what was asked (one line says which), 3 the numbers went bad or the plan does not fit,
-4 another process died or never came, 5 a step did not end (JAXFORMER_STEP_LIMIT seconds), 6 the file system failed (the same
-command goes on once it works again), 130/143 stopped by a signal with everything saved.
+EXPERIMENT is a name in experiments/ or a path to a .py file; `train EXPERIMENT --help` lists all
+options of that experiment. PRESET is a model of jaxformer.models.presets; write preset:NAME if an
+experiment has the same name. RUN is a folder in runs/, or an experiment's name for its newest run.
+Opening a run executes the code in its folder: a run that you did not train on this machine needs
+--trust, once. Several processes train as one on TPU pods, GKE, Slurm and MPI, or with
+JAXFORMER_COORDINATOR=HOST:PORT, JAXFORMER_PROCESSES=COUNT and JAXFORMER_PROCESS=INDEX.
+
+Exit codes:
+  0         done
+  2         a mistake in the command or the config; one line says which
+  3         the numbers went bad, or the plan does not fit
+  4         another process died or never came
+  5         a step did not end (JAXFORMER_STEP_LIMIT seconds)
+  6         the file system failed; the same command continues after it works again
+  130, 143  stopped by a signal, with everything saved
 """
 
 import io
@@ -62,23 +75,36 @@ from jaxformer.config import storage
 from jaxformer.config.code import users_frame
 from jaxformer.errors import ConfigError, did_you_mean
 
-BELOW = 600  # bytes of the longest path below the runs folder: name of the run, checkpoints, temporary names
+# bytes of the longest path below the folder of runs: a run's name, checkpoints, temporary names
+BELOW = 600
+OWN_HELP = ("evaluate", "generate", "harness", "inspect")  # their parsers print their help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {
-        "train": train, "tokens": tokens, "evaluate": runs.evaluate, "generate": runs.generate,
-        "harness": runs.run_harness, "inspect": runs.inspect, "report": runs.write_report, "runs": runs.runs,
-        "compare": runs.compare, "list": models.list_all, "show": models.show, "cost": models.show_cost, "draw": models.draw,
+        "train": train,
+        "tokens": tokens,
+        "evaluate": runs.evaluate,
+        "generate": runs.generate,
+        "harness": runs.run_harness,
+        "inspect": runs.inspect,
+        "report": runs.write_report,
+        "runs": runs.runs,
+        "compare": runs.compare,
+        "list": models.list_all,
+        "show": models.show,
+        "cost": models.show_cost,
+        "draw": models.draw,
         "plan": models.plan,
-    }  # fmt: skip
+    }
     if not argv or argv[0] in ("-h", "--help", "--version"):
         return run(lambda _: _say(__version__ if argv == ["--version"] else __doc__), argv)
     if argv[0] not in commands:
         near = did_you_mean(argv[0], commands)
-        return _refused(ConfigError(f"{argv[0]}: no such command{near}; expected one of {', '.join(commands)}"), 2)
-    if argv[1:] in (["-h"], ["--help"]) and argv[0] not in ("evaluate", "generate", "harness", "inspect"):
+        expected = f"expected one of {', '.join(commands)}"
+        return _refused(f"{argv[0]}: no such command{near}; {expected}", 2)
+    if argv[1:] in (["-h"], ["--help"]) and argv[0] not in OWN_HELP:
         return run(lambda _: _say(_about(argv[0])), argv)
     return run(commands[argv[0]], argv[1:])
 
@@ -89,14 +115,16 @@ def _say(text: str) -> int:
 
 
 def _about(command: str) -> str:
-    """What the page of commands says of one."""
-    return "".join(re.findall(rf"^    {command} .*?(?=^    \w|^\w)", __doc__, re.MULTILINE | re.DOTALL)).rstrip()
+    """The text about one command on the page of commands."""
+    return "".join(
+        re.findall(rf"^    {command} .*?(?=^    \w|^\w)", __doc__, re.MULTILINE | re.DOTALL)
+    ).rstrip()
 
 
 def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """The exit code of a command; what the user can mend is one line on stderr."""
+    """The exit code of a command. An error that the user can fix prints one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without emoji shows an escape instead
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without emoji shows their escapes
             stream.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("jaxformer").setLevel(logging.INFO)
@@ -104,28 +132,30 @@ def run(command: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except OSError as error:  # Python would try again when it ends, and change the exit code
+    except OSError as error:  # at exit Python would flush again, and change the exit code
         _discard_output()
-        return code or (0 if isinstance(error, BrokenPipeError) else _refused(f"stdout: {error}", 2))
+        if code == 0 and not isinstance(error, BrokenPipeError):
+            return _refused(f"stdout: {error}", 2)
     return code
 
 
 def _code(command: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         return command(argv)
-    except (ConfigError, NotImplementedError) as error:  # a mixer refuses what it cannot do by name
+    except (ConfigError, NotImplementedError) as error:  # mixers raise NotImplementedError
         return _refused(error, 2)
-    except Answered:  # the options were asked for
+    except Answered:  # `--help` of an experiment
         return 0
-    except SystemExit as end:  # of the user's code, or of a library
-        return _refused(f"{_place(end)}ends the program ({end.code}), so the command is not done; remove that line", 2)
+    except SystemExit as end:  # raised by the user's code or by a library
+        problem = f"{_place(end)}ends the program ({end.code})"
+        return _refused(f"{problem}, so the command is not done; remove that line", 2)
     except KeyboardInterrupt:  # at a start, or while a text is sampled
         return _refused("stopped by SIGINT", 130)
-    except ImportError as error:  # of the package that reads buckets, at the first use of one
+    except ImportError as error:  # the first use of a bucket imports gcsfs
         if "gcsfs" not in str(error):
             raise
         return _refused(f"{error}: gs:// needs `pip install 'jaxformer[gcs]'`", 2)
-    except BrokenPipeError:  # whoever read our output has enough
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         _discard_output()
         return 0
     except OSError as error:
@@ -153,9 +183,9 @@ def train(argv: list[str]) -> int:
     def body() -> int:
         check_host(options.runs, options.jax)
         try:
-            refresh, reports = report.refresh, [report.run_report]
+            reports = [report.run_report]
             began = goodput.program_began()
-            loop.train(experiment, options.runs, source, reports, refresh, began, weights_of)
+            loop.train(experiment, options.runs, source, reports, report.refresh, began, weights_of)
         except (NonFinite, Interrupted) as error:
             return _refused(error, 3 if isinstance(error, NonFinite) else error.exit_code)
         except RuntimeError as error:
@@ -165,7 +195,10 @@ def train(argv: list[str]) -> int:
                 raise
             print(out_of_memory.explain(experiment), file=sys.stderr)
             first = str(error).splitlines()[0][:200]
-            raise ConfigError(f"out of device memory: {first} What would help is above; checkpoints are as they were") from None
+            raise ConfigError(
+                f"out of device memory: {first} What would help is above; "
+                "checkpoints are as they were"
+            ) from None
         return 0
 
     return _together(body)
@@ -198,9 +231,15 @@ def _together(body: Callable[[], int]) -> int:
 
 
 def check_host(runs: str, version: str | None) -> None:
-    """What only the machine knows and takes no time to ask; `loop.train` checks the rest before it compiles. ConfigError."""
-    if version is not None and (found := metadata.version("jax")) != version:
-        raise ConfigError(f"--jax={version}: this machine has jax {found}; install that version, or build the image again")
+    """Raises ConfigError if this machine has another version of jax or cannot write to `runs`.
+
+    These checks take no time. `loop.train` makes the others before it compiles.
+    """
+    if version is not None and (installed := metadata.version("jax")) != version:
+        raise ConfigError(
+            f"--jax={version}: this machine has jax {installed}; "
+            "install that version, or build the image again"
+        )
     if "://" in runs:
         return
     folder = Path(runs).absolute()
@@ -210,21 +249,26 @@ def check_host(runs: str, version: str | None) -> None:
     except OSError as error:
         if storage.passes(error):
             raise
-        raise ConfigError(f"--runs={runs}: {existing} cannot be written ({error.strerror}); choose another folder") from None
+        raise ConfigError(
+            f"--runs={runs}: {existing} cannot be written ({error.strerror}); choose another folder"
+        ) from None
     check_length(folder)
 
 
 def check_length(runs: Path) -> None:
-    """Raises ConfigError where the paths of checkpoints would be longer than a path can be."""
+    """Raises ConfigError if the paths of checkpoints would be longer than the system allows."""
     longest = os.pathconf("/", "PC_PATH_MAX") - 1
     length = len(os.fsencode(runs))
     if length + BELOW > longest:
-        advice = f"expected at most {longest - BELOW}, because {BELOW} are for what a run keeps there; choose another folder"
+        advice = (
+            f"expected at most {longest - BELOW}, because {BELOW} are for what a run keeps "
+            "there; choose another folder"
+        )
         raise ConfigError(f"--runs: its path has {length} bytes ({str(runs)[:60]}...); {advice}")
 
 
 def _place(error: BaseException) -> str:
-    """`FILE:LINE: ` of the user's code that raised an error; nothing where it is not the user's."""
+    """`FILE:LINE: ` of the user's code that raised an error; "" if it was not the user's code."""
     last = users_frame(error)
     return "" if last is None else f"{last.filename}:{last.lineno}: "
 

@@ -1,4 +1,4 @@
-"""Commands that show experiments and presets: what they are, what they cost, whether they fit."""
+"""Commands that show experiments and presets: their config, their cost, and whether they fit."""
 
 import ast
 import warnings
@@ -6,7 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxformer import config
-from jaxformer.cli.arguments import PRESET, Parser, check_needs, experiment_of, model_of, output_file, parser_of, positive
+from jaxformer.cli.arguments import (
+    PRESET,
+    Parser,
+    check_needs,
+    experiment_of,
+    model_of,
+    output_file,
+    parser_of,
+    positive,
+)
 from jaxformer.errors import ConfigError
 
 
@@ -24,9 +33,12 @@ def list_all(argv: list[str]) -> int:
 
 
 def _summary(path: Path) -> str:
-    """The first paragraph of an experiment file's docstring, on one line, or why the file cannot be read."""
+    """The first paragraph of an experiment file's docstring, on one line.
+
+    If the file cannot be read, the reason.
+    """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the parser: "\\d" in a user's text
+        with warnings.catch_warnings(action="ignore"):  # the parser warns of "\\d" in a user's file
             tree = ast.parse(config.read_text(path))
     except (ConfigError, SyntaxError, ValueError, RecursionError) as error:
         return f"(cannot be read: {error})"
@@ -85,10 +97,15 @@ def draw(argv: list[str]) -> int:
 
     model = model_of(options.name, overrides, "draw")
     name = options.name.removeprefix(PRESET)
-    name = Path(name).stem if name.endswith(".py") else name  # ../mine.py would lead out of figures/
+    if name.endswith(".py"):
+        name = Path(name).stem  # ../mine.py would lead out of figures/
     path = epath.Path(options.out or f"figures/{name}.html")
     drawn = gallery.model_pictures(model, name)
-    parts = [report.section(title, {name: drawn[title]}, path.parent) for title in gallery.NOTES if title in drawn]
+    parts = [
+        report.section(title, {name: drawn[title]}, path.parent)
+        for title in gallery.NOTES
+        if title in drawn
+    ]
     config.write_atomically(path, page.page(name, parts))
     print(f"page: {path}")
     return 0
@@ -98,8 +115,10 @@ def plan(argv: list[str]) -> int:
     parser = parser_of("plan", "EXPERIMENT|PRESET")
     parser.add_argument("--topology")
     exclusive = parser.add_mutually_exclusive_group()
-    for place, flag in ((exclusive, "--search"), (exclusive, "--decode"), (parser, "--fast"), (parser, "--json")):
-        place.add_argument(flag, action="store_true")
+    exclusive.add_argument("--search", action="store_true")
+    exclusive.add_argument("--decode", action="store_true")
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--json", action="store_true")
     for option in ("--rows", "--length"):
         parser.add_argument(option, type=positive)
     options, overrides = parser.parse_known_args(argv)
@@ -116,14 +135,18 @@ def plan(argv: list[str]) -> int:
     experiment = experiment_of(options.name, overrides, planning.of_preset)
     devices = topology.devices(options.topology, experiment.mesh.slices)
     if options.search:
-        found = search.search(experiment, options.topology, devices)
-        made = [asdict(one) | {"options": search.options(other, experiment)} for other, one in found]
-        print(
-            config.to_json(made) if options.json else search.table(found, experiment, options.name, options.topology, overrides)
-        )
-        return 0 if found and found[0][1].fits else 3
+        plans = search.search(experiment, options.topology, devices)
+        if options.json:
+            made = [
+                asdict(one) | {"options": search.options(other, experiment)} for other, one in plans
+            ]
+            print(config.to_json(made))
+        else:
+            print(search.table(plans, experiment, options.name, options.topology, overrides))
+        return 0 if plans and plans[0][1].fits else 3
     if options.decode:
-        shape = {name: getattr(options, name) for name in ("rows", "length") if getattr(options, name) is not None}
+        shape = {"rows": options.rows, "length": options.length}
+        shape = {name: size for name, size in shape.items() if size is not None}
         made = decode.plan_decode(experiment, options.topology, devices, fast=options.fast, **shape)
         table = decode.table(made)
     else:

@@ -5,7 +5,16 @@ import re
 from typing import Any
 
 from jaxformer import config
-from jaxformer.cli.arguments import Parser, folder_of, output_file, parser_of, place, positive, run_of, run_parser
+from jaxformer.cli.arguments import (
+    Parser,
+    folder_of,
+    output_file,
+    parser_of,
+    place,
+    positive,
+    run_of,
+    run_parser,
+)
 from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 
@@ -14,39 +23,29 @@ def evaluate(argv: list[str]) -> int:
     parser = run_parser("evaluate")
     exclusive = parser.add_mutually_exclusive_group()
     exclusive.add_argument("--int8", action="store_true", help="also with weights in 8 bits")
-    exclusive.add_argument("--replay", action="store_true", help="the bad step that ended the run, computed again")
+    exclusive.add_argument(
+        "--replay", action="store_true", help="the bad step that ended the run, computed again"
+    )
     options, overrides = parser.parse_known_args(argv)
     if options.replay and (options.step is not None or options.average != 1):
-        raise ConfigError("evaluate: --replay takes the parameters of the bad step; leave out --step and --average")
+        raise ConfigError(
+            "evaluate: --replay takes the parameters of the bad step; "
+            "leave out --step and --average"
+        )
     run = run_of(options, overrides)
 
     from jaxformer.runs import reproduction
 
-    found = reproduction.replay(run) if options.replay else run.evaluate(options.int8)
-    print(config.to_json({"run": str(run.folder.path), **found}))
+    scores = reproduction.replay(run) if options.replay else run.evaluate(options.int8)
+    print(config.to_json({"run": str(run.folder.path), **scores}))
     return 0
 
 
 def generate(argv: list[str]) -> int:
-    parser = run_parser("generate")
-    parser.add_argument("--prompt")
-    parser.add_argument("--prompts", type=place, help='a file of lines {"prompt": "..."}')
-    parser.add_argument("--out", type=output_file, help="where the lines with their texts go")
-    parser.add_argument("--seed", type=int, default=0)
-    kinds: dict[type, str] = {int: "tokens top-k beams n-best", float: "temperature top-p min-p typical length-penalty"}
-    for kind, names in kinds.items():
-        for name in names.split():
-            parser.add_argument(f"--{name}", type=kind)
-    parser.add_argument("--filter", action="append", default=[])
-    parser.add_argument(
-        "--stop", action="append", default=[], type=unescaped, help=r"a string that ends a text; \n is a line end"
-    )
-    parser.add_argument(
-        "--special-tokens", action="store_true",
-        help="control tokens in a prompt, such as <|im_start|>, are these tokens; not for prompts of strangers",
-    )  # fmt: skip
+    parser = generate_parser()
     options, overrides = parser.parse_known_args(argv)
-    if (options.prompt is not None and options.prompts is not None) or (options.out is None) != (options.prompts is None):
+    two_sources = options.prompt is not None and options.prompts is not None
+    if two_sources or (options.prompts is None) != (options.out is None):
         raise ConfigError(PROMPTS)
     run = run_of(options, overrides)
 
@@ -59,60 +58,113 @@ def generate(argv: list[str]) -> int:
         return 0
     if options.prompt is None and options.prompts is None:
         raise ConfigError(PROMPTS)
-
-    from jaxformer.decoding import Beams, Sampling, filters
-
-    names = {name: getattr(filters, name) for name in filters.__all__}
-
-    def given(names):
-        return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-    how: dict[str, Any] = given(("seed", "tokens", "stop", "special_tokens"))
-    how["filters"] = [config.expressions.evaluate(text, names) for text in options.filter]
-    picks, search = given(("temperature", "top_k", "top_p", "min_p", "typical")), given(("beams", "n_best", "length_penalty"))
-    if picks and search:
-        both = ", ".join(f"--{name.replace('_', '-')}" for name in [*search, *picks])
-        raise ConfigError(f"generate: {both}: a beam search draws nothing; give options of the one or of the other")
-    if picks or search:  # otherwise as the experiment says
-        picks.setdefault("temperature", 0.8)
-        how["sampling"] = Beams(**search) if search else Sampling(**picks)
+    arguments = generation_arguments(options)
     if options.prompts is not None:
-        _generate_file(run, options.prompts, options.out, **how)
+        _generate_file(run, options.prompts, options.out, **arguments)
     elif options.n_best is not None:
-        for text in run.continue_all([options.prompt], **how)[0]:
+        for text in run.continue_all([options.prompt], **arguments)[0]:
             print(run.opening(options.prompt) + text)
     else:
-        pieces = run.stream(options.prompt, **how)
-        print(run.opening(options.prompt) + next(pieces, ""), end="", flush=True)  # together: a log may come before the first
+        pieces = run.stream(options.prompt, **arguments)
+        # in one print: a log message may come before the first piece
+        print(run.opening(options.prompt) + next(pieces, ""), end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
     return 0
 
 
+def generate_parser() -> Parser:
+    parser = run_parser("generate")
+    parser.add_argument("--prompt")
+    parser.add_argument("--prompts", type=place, help='a file of lines {"prompt": "..."}')
+    parser.add_argument("--out", type=output_file, help="where the lines with their texts go")
+    parser.add_argument("--seed", type=int, default=0)
+    for name in ("tokens", "top-k", "beams", "n-best"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("temperature", "top-p", "min-p", "typical", "length-penalty"):
+        parser.add_argument(f"--{name}", type=float)
+    parser.add_argument("--filter", action="append", default=[])
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        type=unescaped,
+        help=r"a string that ends a text; \n is a line end",
+    )
+    parser.add_argument(
+        "--special-tokens",
+        action="store_true",
+        help=(
+            "control tokens in a prompt, such as <|im_start|>, are these tokens; "
+            "not for prompts of strangers"
+        ),
+    )
+    return parser
+
+
+def generation_arguments(options: Any) -> dict[str, Any]:
+    """The arguments of `Run.stream` and `Run.continue_all` that the options name."""
+    from jaxformer.decoding import Beams, Sampling, filters
+
+    def named(*names: str) -> dict[str, Any]:
+        values = {name: getattr(options, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    arguments = named("seed", "tokens", "stop", "special_tokens")
+    filter_names = {name: getattr(filters, name) for name in filters.__all__}
+    arguments["filters"] = [
+        config.expressions.evaluate(text, filter_names) for text in options.filter
+    ]
+    sampling = named("temperature", "top_k", "top_p", "min_p", "typical")
+    search = named("beams", "n_best", "length_penalty")
+    if sampling and search:
+        both = ", ".join(f"--{name.replace('_', '-')}" for name in [*search, *sampling])
+        raise ConfigError(
+            f"generate: {both}: a beam search draws nothing; "
+            "give options of the one or of the other"
+        )
+    if search:
+        arguments["sampling"] = Beams(**search)
+    elif sampling:
+        sampling.setdefault("temperature", 0.8)
+        arguments["sampling"] = Sampling(**sampling)
+    return arguments  # without "sampling" the experiment's own applies
+
+
 PROMPTS = "generate: give --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl"
-# options of `generate` that do not choose how a text is written
+# options of `generate` that do not belong to the generation of text
 NOT_OF_TEXT = ("name", "help", "runs", "step", "average", "trust", "seed", "prompt")
 
 
 def refuse_options_of_text(parser: Parser, options: Any) -> None:
-    """Raises ConfigError for an option that chooses how a text is written, where the data make answers of their own."""
-    given = [name for name, value in vars(options).items() if name not in NOT_OF_TEXT and value != parser.get_default(name)]
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"generate: {names}: chooses how a text is written, but the data of this run make their own answers")
+    """Raises ConfigError for an option of text generation: the run's data generate no text."""
+    set_options = [
+        name
+        for name, value in vars(options).items()
+        if name not in NOT_OF_TEXT and value != parser.get_default(name)
+    ]
+    if set_options:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in set_options)
+        raise ConfigError(
+            f"generate: {names}: chooses how a text is written, "
+            "but the data of this run make their own answers"
+        )
 
 
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 
 
 def unescaped(text: str) -> str:
-    r"""A text of the command line, in which \n, \t and \r are a line end, a tab and a carriage return, and \\ a backslash."""
-    return re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[0]), text, flags=re.DOTALL)
+    r"""The text with the escapes \n, \t, \r and \\ replaced by the characters that they name."""
+    return re.sub(r"\\(.)", lambda match: ESCAPES.get(match[1], match[0]), text, flags=re.DOTALL)
 
 
-def _generate_file(run, source: str, target: str, **how) -> None:
-    """Continues each line of a file, {"prompt": ...}, as a line {"prompt": ..., "texts": [...]} of another."""
+def _generate_file(run, source: str, target: str, **arguments) -> None:
+    """Continues the prompts of a JSONL file and writes their texts to another JSONL file.
+
+    {"prompt": ...} becomes {"prompt": ..., "texts": [...]}.
+    """
     from etils import epath
 
     path = config.regular_file(source)
@@ -123,11 +175,18 @@ def _generate_file(run, source: str, target: str, **how) -> None:
         raise ConfigError(f'{source}: {error!r}; each line must be {{"prompt": "..."}}') from error
     for prompt in prompts:
         if not isinstance(prompt, str):
-            raise ConfigError(f'{source}: the prompt {prompt!r} is no text; each line must be {{"prompt": "..."}}')
+            raise ConfigError(
+                f'{source}: the prompt {prompt!r} is no text; each line must be {{"prompt": "..."}}'
+            )
     if not prompts:
-        raise ConfigError(f'{source}: holds no prompt; expected a line {{"prompt": "..."}} for each')
-    lines = zip(prompts, run.continue_all(prompts, **how), strict=True)
-    config.write_atomically(epath.Path(target), "".join(json.dumps({"prompt": p, "texts": texts}) + "\n" for p, texts in lines))
+        raise ConfigError(
+            f'{source}: holds no prompt; expected a line {{"prompt": "..."}} for each'
+        )
+    lines = zip(prompts, run.continue_all(prompts, **arguments), strict=True)
+    config.write_atomically(
+        epath.Path(target),
+        "".join(json.dumps({"prompt": p, "texts": texts}) + "\n" for p, texts in lines),
+    )
     print(f"{len(prompts)} prompts continued in {target}")
 
 
@@ -144,15 +203,20 @@ def run_harness(argv: list[str]) -> int:
 
     if run.tokenizer is None:
         raise ConfigError(f"{run.folder.path}: has no tokenizer, so there is no text to score")
-    end = [run.tokenizer.end_of_text] if hasattr(run.experiment.data, "end_of_text") else []  # of a corpus of documents
+    # a corpus of documents ends each document with this token
+    end = [run.tokenizer.end_of_text] if hasattr(run.experiment.data, "end_of_text") else []
     with run.on_mesh():
         model = models.evaluation(run.experiment.model)
-        lm = harness.model(model, run.params, run.tokenizer, end=end, precision=run.experiment.precision)
-        results, table = harness.evaluate(lm, options.tasks.split(","), options.include, options.limit)
+        lm = harness.model(
+            model, run.params, run.tokenizer, end=end, precision=run.experiment.precision
+        )
+        results, table = harness.evaluate(
+            lm, options.tasks.split(","), options.include, options.limit
+        )
     print(table)
     path = run.folder.path / "harness.json"
-    written = {"step": run.checkpoint[0], "limit": options.limit, **results}
-    run.folder.write(path, config.to_json(written, default=str, indent=2))
+    record = {"step": run.checkpoint[0], "limit": options.limit, **results}
+    run.folder.write(path, config.to_json(record, default=str, indent=2))
     print(f"all results: {path}")
     return 0
 
@@ -171,10 +235,10 @@ def inspect(argv: list[str]) -> int:
     if run.tokenizer is None:
         raise ConfigError(f"{run.folder.path}: has no tokenizer, so there is no text to look into")
     with run.on_mesh():
-        found = inspection.inspect(run.experiment.model, run.params, run.tokenizer, options.prompt)
-    print(inspection.table(found, shutil.get_terminal_size((120, 24)).columns))
+        report = inspection.inspect(run.experiment.model, run.params, run.tokenizer, options.prompt)
+    print(inspection.table(report, shutil.get_terminal_size((120, 24)).columns))
     if options.html is not None:
-        config.write_atomically(options.html, inspection.page_of(found, run.folder.path.name))
+        config.write_atomically(options.html, inspection.page_of(report, run.folder.path.name))
         print(f"page: {options.html}")
     return 0
 
@@ -193,7 +257,8 @@ def write_report(argv: list[str]) -> int:
     for folder in folders if options.trust else ():
         run_folder.allow(folder)
     path = options.out or folders[0].path / "report.html"
-    print(f"report: {report.write(path, folders, [gallery.run_pictures(folder) for folder in folders])}")
+    pictures = [gallery.run_pictures(folder) for folder in folders]
+    print(f"report: {report.write(path, folders, pictures)}")
     return 0
 
 
@@ -208,26 +273,34 @@ def runs(argv: list[str]) -> int:
     for folder in runs_of(options.name, options.runs):
         try:
             print(f"{folder.path}  {_scores(folder)}")
-        except (ConfigError, OSError) as error:  # a run that cannot be read must not hide the others
+        # a run that cannot be read must not hide the others
+        except (ConfigError, OSError) as error:
             print(f"{folder.path}  cannot be read: {error}")
             code = storage.exit_code(error) if isinstance(error, OSError) else code
     return code
 
 
 def _scores(folder) -> str:
-    """How far a run is, and its last validation scores, in words."""
+    """The progress of a run and its last validation scores, in words."""
     from jaxformer.runs.metrics import UNRECORDED, read_records, steps_done
     from jaxformer.runs.run_folder import part_scored
 
-    steps, last = folder.description().get("steps"), folder.last_scores()
-    numbers = {name: value for name, value in last.items() if not isinstance(value, str) and name != "step"}
-    words = [f"validation_{name} {_short(value)}" for name, value in numbers.items() if name not in UNRECORDED]
+    steps = folder.description().get("steps")
+    last = folder.last_scores()
+    numbers = {
+        name: value for name, value in last.items() if not isinstance(value, str) and name != "step"
+    }
+    words = [
+        f"validation_{name} {_short(value)}"
+        for name, value in numbers.items()
+        if name not in UNRECORDED
+    ]
     scored = f", {', '.join(words)} ({part_scored(last)})" if words else ""
     return f"{steps_done(read_records(folder.metrics))}/{steps} steps{scored}"
 
 
 def _short(value: Any) -> str:
-    """A score in few digits; a result.json of a user's may hold a null."""
+    """A score with four digits. A user's result.json may hold null, which is shown as it is."""
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 

@@ -1,11 +1,21 @@
-"""Configs are frozen dataclasses. Here is what they need besides: files, options, descriptions, fingerprints.
+"""Configs are frozen dataclasses; this package gives them files, options and descriptions.
 
-Nothing here imports JAX, so a mistake is answered at once. Whatever a user can get wrong raises `ConfigError`.
+Nothing here imports JAX, so a mistake is reported at once. A mistake of the user raises
+`ConfigError`.
 """
 
 # ruff: noqa: F401 (names that the package offers)
 from jaxformer.config.checks import check_types
-from jaxformer.config.describe import changes, describe, diff, execution, execution_fields, fingerprint, flat, is_config
+from jaxformer.config.describe import (
+    changes,
+    describe,
+    diff,
+    execution,
+    execution_fields,
+    fingerprint,
+    flat,
+    is_config,
+)
 from jaxformer.config.files import (
     Source,
     again,
@@ -21,6 +31,6 @@ from jaxformer.config.files import (
     to_json,
     with_numbers,
     write_atomically,
-)  # fmt: skip
+)
 from jaxformer.config.override import help_text, override
 from jaxformer.errors import ConfigError

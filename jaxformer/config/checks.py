@@ -1,4 +1,4 @@
-"""Whether the values in an experiment's file have the types that the fields of its configs declare, as options must."""
+"""Checks that the values of an experiment file have the types that its config fields declare."""
 
 import dataclasses
 import os
@@ -10,19 +10,19 @@ from jaxformer.errors import ConfigError
 
 
 def check_types(config: Any, prefix: str = "", besides: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError for a field with a value of another type, in a config of this library and in those inside it.
+    """Raises ConfigError for a field with a value of another type, in `config` and nested configs.
 
-    Python's own annotations check nothing, so that `precision="int8"` would train in eight bits. Numbers of NumPy and JAX
-    are numbers, a path is a text, True is 1. The user's own classes may declare what they like. `besides` are paths of
-    fields that are not checked.
+    Python does not enforce annotations, so `precision="int8"` would train in eight bits. Numbers of
+    NumPy and JAX count as numbers, a path as a text, True as 1. Fields of the user's own classes
+    and the paths in `besides` are not checked.
     """
     for name, value in fields(config).items():
         path = prefix + name
         hint = expressions.hints(type(config))[name]
         if _is_ours(type(config)) and path not in besides:
             _check(path, value, hint)
-        for place, part in _configs(path, value):
-            check_types(part, f"{place}.", besides)
+        for place, inner in _configs(path, value):
+            check_types(inner, f"{place}.", besides)
 
 
 def _is_ours(kind: type) -> bool:
@@ -31,16 +31,17 @@ def _is_ours(kind: type) -> bool:
 
 
 def _configs(path: str, value: Any) -> list[tuple[str, Any]]:
-    """(path, config) of a value that is a config, or of those in a tuple of them."""
-    items = enumerate(value) if isinstance(value, tuple | list) else ()
-    found = [(f"{path}[{i}]", item) for i, item in items]
-    return [(place, part) for place, part in [(path, value), *found] if is_config(part)]
+    """(path, config) of a value that is a config, or of each config in a tuple or list."""
+    values = [(path, value)]
+    if isinstance(value, tuple | list):
+        values += [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+    return [(place, inner) for place, inner in values if is_config(inner)]
 
 
 def _check(path: str, value: Any, hint: Any) -> None:
     if isinstance(value, type) and dataclasses.is_dataclass(value) and _is_ours(value):
         raise ConfigError(f"{path}={value.__name__}: is a class; write {value.__name__}(...)")
-    if hint is Any:  # such as a model, or data, which may be large
+    if hint is Any:  # such as a model or data, which may be large
         return
     members = expressions.members_of(hint)
     try:
@@ -48,12 +49,18 @@ def _check(path: str, value: Any, hint: Any) -> None:
     except ConfigError:
         expected = expressions.expected(hint)
         if isinstance(value, float) and int in members:
-            expected = f"a whole number, such as {value:.0f}" if value.is_integer() else "a whole number"
+            expected = (
+                f"a whole number, such as {value:.0f}" if value.is_integer() else "a whole number"
+            )
         raise ConfigError(f"{path}={expressions.shown(value)}: must be {expected}") from None
 
 
 def _plain(value: Any, members: tuple[Any, ...]) -> Any:
-    """The value as Python writes it: numbers of NumPy and JAX, paths, and True where a number is meant, or 1 for True."""
+    """The value as a plain Python value of the kind that `members` name.
+
+    Numbers of NumPy and JAX become Python numbers, paths become texts. True becomes 1 where only
+    numbers are allowed, and 1 becomes True where only bools are allowed.
+    """
     if hasattr(value, "tolist") and not isinstance(value, type):
         value = value.tolist()
     if isinstance(value, os.PathLike) and str in members:

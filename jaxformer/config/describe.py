@@ -1,7 +1,8 @@
-"""What a config says, one way: a description for people and tools, its fingerprint, and how two descriptions differ.
+"""The description of a config as JSON, its fingerprint, and the difference of two descriptions.
 
-A description is JSON. A function is described by its name, its code and what it closes over, so that a lambda, a
-partial or a user's own class tells one experiment from another. Nothing is ever built from a description.
+A function is described by its name, its code and its closure. So experiments with different
+lambdas, partials or classes of the user have different descriptions. Nothing is ever built from a
+description.
 """
 
 import dataclasses
@@ -22,16 +23,16 @@ from jaxformer.errors import ConfigError
 
 
 def execution(default: Any, unless: Callable[[Any], bool] | None = None) -> Any:
-    """A field with this default that decides how a run executes and not its numbers.
+    """A field with this default that decides how a run executes, and not its numbers.
 
-    It is no part of the run's fingerprint. `unless(value)`: whether this value decides numbers all the same,
-    as a kernel of the user's does; then it is a part.
+    The field is not part of the fingerprint, except for a value with `unless(value)` True. Such a
+    value decides numbers all the same: a kernel of the user, for example.
     """
     return dataclasses.field(default=default, metadata={"execution": True, "unless": unless})
 
 
 def _decides_no_number(field: dataclasses.Field, value: Any) -> bool:
-    """Whether a field was made by `execution`, and its value is none that decides numbers."""
+    """Whether a field was made by `execution` and its value does not decide numbers."""
     if "execution" not in field.metadata:
         return False
     unless = field.metadata.get("unless")
@@ -50,15 +51,20 @@ def fields(config: Any) -> dict[str, Any]:
 
 
 class _Place(NamedTuple):
-    """Where in a description a value stands."""
+    """The place of a value in a description."""
 
-    above: tuple[int, ...] = ()  # ids of the values around it: a value inside itself is not described again
+    # ids of the values that contain this one: a value inside itself is not described again
+    above: tuple[int, ...] = ()
     execution: bool = True  # whether fields made by `execution` are described
-    seen: dict[int, tuple[int, Any]] | None = None  # inside a user's code: its functions so far, each described once
+    # inside code of the user: the functions so far, by id; each is described once
+    seen: dict[int, tuple[int, Any]] | None = None
 
 
 def describe(value: Any) -> Any:
-    """The value as JSON: a config as `{"type": class, field: ...}`, a function by name and code, an array by its digest."""
+    """The value as JSON.
+
+    A config becomes `{"type": class, field: ...}`, a function its name and code, an array a digest.
+    """
     return _describe_whole(value, _Place())
 
 
@@ -67,14 +73,18 @@ def _describe_whole(value: Any, place: _Place) -> Any:
         return _describe(value, place)
     except RecursionError:
         raise ConfigError(
-            f"{type(value).__name__}: a value or a function's code in it nests too deep to be described"
+            f"{type(value).__name__}: a value or a function's code in it "
+            "nests too deep to be described"
         ) from None
 
 
 def _describe(value: Any, place: _Place) -> Any:
     if isinstance(value, enum.Enum):
-        return {"type": f"{code.name_of(type(value))}.{value.name}", "value": _describe(value.value, place)}
-    if _is_number_of_numpy(value):  # np.int64(3) is the number 3, as it is for what computes with it
+        return {
+            "type": f"{code.name_of(type(value))}.{value.name}",
+            "value": _describe(value.value, place),
+        }
+    if _is_number_of_numpy(value):  # np.int64(3) is described as 3
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -89,7 +99,10 @@ def _describe(value: Any, place: _Place) -> Any:
     if hasattr(value, "__describe__"):
         return inner(value.__describe__())
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else json.dumps(inner(key)): inner(item) for key, item in value.items()}
+        return {
+            key if isinstance(key, str) else json.dumps(inner(key)): inner(item)
+            for key, item in value.items()
+        }
     if isinstance(value, Set):
         return sorted((inner(item) for item in value), key=json.dumps)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -109,38 +122,47 @@ def _describe(value: Any, place: _Place) -> Any:
 
 
 def _described_fields(config: Any, place: _Place) -> dict[str, Any]:
-    """The fields that describe a config. One that took another's place says itself what a description has of it."""
+    """The fields that describe a config, by name.
+
+    A field that replaced an older one has metadata `describe(value)`, which gives its entries.
+    """
     own = {field.name: field for field in dataclasses.fields(config)}
-    found: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     for name, item in fields(config).items():
         if not place.execution and _decides_no_number(own[name], item):
             continue
         metadata = own[name].metadata
-        found |= metadata["describe"](item) if "describe" in metadata else {name: item}
-    return found
+        described |= metadata["describe"](item) if "describe" in metadata else {name: item}
+    return described
 
 
 def _is_number_of_numpy(value: Any) -> bool:
-    """Whether a value is a scalar of NumPy, which is not imported for that: a config is read without it."""
+    """Whether a value is a scalar of NumPy. It does not import NumPy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
 
 
 def _object(value: Any, place: _Place) -> Any:
-    """A value of no kind that is known: its attributes, or else its text where no address in memory is in it."""
+    """The description of any other object: its attributes, else its repr if that has no address."""
     if isinstance(value, types.ModuleType):
         return code.plain_name(value.__name__)
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "__wrapped__"):  # jax.jit, jax.custom_vjp, functools.cache
-        others = {name: item for name, item in getattr(value, "__dict__", {}).items() if name[0] != "_"}
-        return _describe({"wrapped": value.__wrapped__, **others} if others else value.__wrapped__, place)
-    if callable(value) and hasattr(value, "__qualname__"):  # of C
+        others = {
+            name: item for name, item in getattr(value, "__dict__", {}).items() if name[0] != "_"
+        }
+        inner = value.__wrapped__
+        return _describe({"wrapped": inner, **others} if others else inner, place)
+    if callable(value) and hasattr(value, "__qualname__"):  # a function written in C
         return code.name_of(value)
-    if isinstance(value, re.Pattern):  # whose text is cut short
+    if isinstance(value, re.Pattern):  # its repr is cut short
         return _instance(value, {"pattern": value.pattern, "flags": value.flags}, place)
-    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(value, name)]
-    if attributes := {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}:
+    attributes = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = getattr(kind, "__slots__", ())
+        attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    if attributes:
         return _instance(value, attributes, place)
     text = repr(value)
     return _instance(value, {} if " at 0x" in text else {"text": text}, place)
@@ -150,29 +172,38 @@ def _instance(value: Any, parts: Mapping[str, Any], place: _Place) -> dict[str, 
     described = _code(type(value), place)
     described = dict(described) if isinstance(described, dict) else {"function": described}
     name = described.pop("function")
-    return {"type": type(value).__name__ if is_config(value) else name, **described, **_describe(parts, place)}
+    return {
+        "type": type(value).__name__ if is_config(value) else name,
+        **described,
+        **_describe(parts, place),
+    }
 
 
 def _code(unit: Any, place: _Place) -> Any:
-    """A function or class: its name; of the user's own also its code, closure and default arguments."""
+    """The name of a function or class; for the user's own also code, closure and defaults."""
     name = code.name_of(unit)
     if code.in_library(unit):
-        return name if place.seen is None else name.rpartition(":")[2]  # libraries move what they export
+        # inside code without the module, because libraries move the names that they export
+        return name if place.seen is None else name.rpartition(":")[2]
     described: dict[str, Any] = {"function": name}
     if place.seen is not None:
         if id(unit) in place.seen:
             return f"{name} (function {place.seen[id(unit)][0]} of this code)"
         place.seen[id(unit)] = (len(place.seen), unit)
     if code.is_users(unit):
-        # a digest starts anew, so it does not depend on where in the config the function stands
+        # each digest starts anew, so it does not depend on the function's place in the config
         inside = _Place((id(unit),), False, {id(unit): (0, unit)}) if place.seen is None else place
-        found = code.source(unit, functools.partial(_describe, place=inside))
-        described["code"] = _digest(found) if place.seen is None else found
-    parameters = {} if isinstance(unit, type) else inspect.signature(unit, follow_wrapped=False).parameters
-    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
-    for part, values in (("closure", code.closure(unit)), ("defaults", defaults)):
+        source = code.source(unit, functools.partial(_describe, place=inside))
+        described["code"] = _digest(source) if place.seen is None else source
+    defaults = {}
+    if not isinstance(unit, type):
+        parameters = inspect.signature(unit, follow_wrapped=False).parameters.values()
+        defaults = {
+            each.name: each.default for each in parameters if each.default is not each.empty
+        }
+    for kind, values in (("closure", code.closure(unit)), ("defaults", defaults)):
         if values:
-            described[part] = _describe(values, place)
+            described[kind] = _describe(values, place)
     return described if len(described) > 1 else name
 
 
@@ -192,7 +223,7 @@ def _array(value: Any, inner) -> dict[str, Any]:
 
 
 def _digest(description: Any) -> str:
-    """Eight hex digits of a description. 2 and 2.0 are equal, as they are in Python."""
+    """Eight hex digits of a description. As in Python, 2 and 2.0 are equal."""
 
     def number(text):
         return int(float(text)) if float(text).is_integer() else float(text)
@@ -202,61 +233,81 @@ def _digest(description: Any) -> str:
 
 
 def fingerprint(config: Any) -> str:
-    """Eight hex digits over what decides numbers and differs from the defaults: a new field with a default changes none."""
+    """Eight hex digits of the values that decide numbers and differ from their defaults.
+
+    So a new field with a default changes no fingerprint.
+    """
     return _digest(changes(config))
 
 
 def changes(config: Any, default: Any = None) -> dict[str, Any]:
-    """The description of what a config does not share with `default` or its class's defaults, without `execution` fields."""
+    """The description of the fields that differ from `default`, without `execution` fields.
+
+    If `default` is of another class, the config is compared with the defaults of its own class.
+    """
     numbers_only = _Place(execution=False)
     described = _describe_whole(config, numbers_only)
     if type(default) is type(config):
-        usual, found = fields(default), {}
+        defaults = fields(default)
+        changed = {}
     else:
-
-        def default_of(field):
-            return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-        usual = {field.name: default_of(field) for field in dataclasses.fields(config)}  # MISSING where there is none
-        found = {name: part for name, part in described.items() if name not in usual}
+        defaults = {field.name: _default_of(field) for field in dataclasses.fields(config)}
+        changed = {name: value for name, value in described.items() if name not in defaults}
     for name, value in fields(config).items():
         if name not in described:  # execution
             continue
         if is_config(value) and not hasattr(value, "__describe__"):
-            if part := changes(value, usual[name]):
-                found[name] = part
-        elif usual[name] is dataclasses.MISSING or described[name] != _describe(usual[name], numbers_only):
-            found[name] = described[name]
-    return found
+            if inner := changes(value, defaults[name]):
+                changed[name] = inner
+            continue
+        usual = defaults[name]
+        if usual is dataclasses.MISSING or described[name] != _describe(usual, numbers_only):
+            changed[name] = described[name]
+    return changed
+
+
+def _default_of(field: dataclasses.Field) -> Any:
+    """The default of a field; MISSING if it has none."""
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
 
 
 def flat(description: Any, prefix: str = "") -> dict[str, Any]:
     """A description by dotted path: `{"optimizer": "AdamW", "optimizer.learning_rate": 0.001}`."""
     if not isinstance(description, Mapping) or not description:
         return {prefix: description}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in description.items():
         if prefix and name in ("type", "function") and isinstance(value, str):
-            found[prefix] = value
+            values[prefix] = value
         elif prefix or name != "type":
-            found |= flat(value, f"{prefix}.{name}" if prefix else name)
-    return found
+            values |= flat(value, f"{prefix}.{name}" if prefix else name)
+    return values
 
 
 def diff(old: Mapping, new: Mapping) -> dict[str, tuple[Any, Any]]:
-    """What two descriptions differ in, by dotted path: `{"optimizer.learning_rate": (old, new)}`; None where there is none."""
-    before, after = flat(old), flat(new)
-    pairs = {name: (before.get(name), after.get(name)) for name in before | after}
-    return {name: (a, b) for name, (a, b) in pairs.items() if a != b or isinstance(a, bool) != isinstance(b, bool)}
+    """The differences of two descriptions by path: `{"optimizer.learning_rate": (old, new)}`.
+
+    A value that is absent on one side is None.
+    """
+    old, new = flat(old), flat(new)
+    pairs = {name: (old.get(name), new.get(name)) for name in old | new}
+    return {
+        name: (a, b)
+        for name, (a, b) in pairs.items()
+        if a != b or isinstance(a, bool) != isinstance(b, bool)
+    }
 
 
 def execution_fields(config: Any, prefix: str = "") -> set[str]:
-    """The dotted paths of the fields that decide no number, with all below them."""
-    found = set()
+    """The dotted paths of the fields that decide no number, and of all fields below them."""
+    paths = set()
     for field in dataclasses.fields(config) if is_config(config) else ():
-        path, value = prefix + field.name, getattr(config, field.name, None)
+        path = prefix + field.name
+        value = getattr(config, field.name, None)
         if _decides_no_number(field, value):
-            found |= {path} | {f"{path}.{name}" for name in flat(describe(value)) if name}
+            paths |= {path} | {f"{path}.{name}" for name in flat(describe(value)) if name}
         else:
-            found |= execution_fields(value, f"{path}.")
-    return found
+            paths |= execution_fields(value, f"{path}.")
+    return paths

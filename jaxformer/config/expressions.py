@@ -1,8 +1,9 @@
-"""Values as text: a literal, or an expression of calls over a closed list of names. Nothing else is ever evaluated.
+"""Values as text: literals and calls of names from a closed list. Nothing else is evaluated.
 
     Lion(learning_rate=1e-4)      causal() & window(255)      (0.9, 0.98)      swiglu
 
-The text is read as a syntax tree. A node that is not in `_value` is refused, and a name calls only what is offered.
+The text is parsed to a syntax tree. `_value` refuses every kind of node that it does not name, and
+a call may only use the names that are offered.
 """
 
 import ast
@@ -24,17 +25,24 @@ from jaxformer.errors import ConfigError, did_you_mean
 
 Names = Mapping[str, Any]
 
-LONGEST = 10_000  # characters; numbers and nesting stay small with it
-_UNARY: dict[type, Callable] = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}
+LONGEST = 10_000  # characters of an expression; this also bounds numbers and nesting
+_UNARY: dict[type, Callable] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
 _BINARY: dict[type, Callable] = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
 
 
 def evaluate(text: str, names: Names) -> Any:
-    """The value of an expression over `names`. Raises ConfigError for everything but literals, calls and `& | ~`."""
+    """The value of an expression over `names`: literals, calls and `& | ~`.
+
+    Raises ConfigError for anything else.
+    """
     if len(text) > LONGEST:
         raise ConfigError(f"the expression has {len(text)} characters; at most {LONGEST} are read")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of the parser: "\d" is no error here
+        with warnings.catch_warnings(action="ignore"):  # the parser warns of "\d"
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{getattr(error, 'msg', 'too deep')}, in an expression") from None
@@ -49,30 +57,43 @@ def evaluate(text: str, names: Names) -> Any:
 def _value(node: ast.expr, names: Names) -> Any:
     match node:
         case ast.Constant(None | bool() | int() | float() | str() as value):
-            is_large = value.bit_length() > 1000 if isinstance(value, int) else value == math.inf  # as which 1e400 is read
-            if is_large:  # no float can hold it
+            # Python reads 1e400 as inf; a float cannot hold an integer of more than 1000 bits
+            is_large = value.bit_length() > 1000 if isinstance(value, int) else value == math.inf
+            if is_large:
                 raise ConfigError("the number is too large")
             return value
         case ast.Name(name):
             value = _look_up(name, names)
             return _call(name, value, [], {}) if isinstance(value, type) else value
-        case ast.Call(ast.Name(name), arguments, keywords) if len({each.arg for each in keywords} - {None}) == len(keywords):
+        case ast.Call(ast.Name(name), arguments, keywords) if _have_own_names(keywords):
             function = _look_up(name, names)
             if not callable(function) or is_config(function):
                 raise ConfigError(f"{name} cannot be called; use it without ()")
             values = [_value(argument, names) for argument in arguments]
-            return _call(name, function, values, {str(each.arg): _value(each.value, names) for each in keywords})
+            named = {str(each.arg): _value(each.value, names) for each in keywords}
+            return _call(name, function, values, named)
         case ast.Tuple(items) | ast.List(items):
             return tuple(_value(item, names) for item in items)
         case ast.Dict(keys, values) if None not in keys:
-            return {_value(key, names): _value(item, names) for key, item in zip(keys, values, strict=True) if key}
+            return {
+                _value(key, names): _value(item, names)
+                for key, item in zip(keys, values, strict=True)
+                if key
+            }
         case ast.UnaryOp(sign, operand) if type(sign) in _UNARY:
             value = _value(operand, names)
             if _is_number(value) != isinstance(sign, ast.Invert):
                 return _UNARY[type(sign)](value)
         case ast.BinOp(left, sign, right) if type(sign) in _BINARY:
             return _BINARY[type(sign)](_value(left, names), _value(right, names))
-    raise ConfigError(f"{_short(ast.unparse(node))!r}: expected a literal or a call such as Name(field=value)")
+    raise ConfigError(
+        f"{_short(ast.unparse(node))!r}: expected a literal or a call such as Name(field=value)"
+    )
+
+
+def _have_own_names(keywords: list[ast.keyword]) -> bool:
+    """Whether no two keyword arguments have one name, and none is `**`, which has no name."""
+    return len({each.arg for each in keywords} - {None}) == len(keywords)
 
 
 def _is_number(value: Any) -> bool:
@@ -99,19 +120,20 @@ def _call(name: str, function: Callable, arguments: Sequence[Any], named: dict[s
     except TypeError as error:
         raise ConfigError(f"{name}({', '.join(signature.parameters)}): {error}") from None
     if dataclasses.is_dataclass(function):
+        types_of_fields = hints(typing.cast(type, function))
         for field, value in bound.arguments.items():
             try:
-                bound.arguments[field] = convert(value, hints(typing.cast(type, function)).get(field, Any))
+                bound.arguments[field] = convert(value, types_of_fields.get(field, Any))
             except ConfigError as error:
                 raise ConfigError(f"{name}({field}=...): {error}") from None
     return function(*bound.args, **bound.kwargs)
 
 
 def read(text: str | None, hint: Any, names: Names) -> Any:
-    """The value of type `hint` that a text says. Raises ConfigError, without saying where.
+    """The value of type `hint` that a text means. Raises ConfigError, whose message names no place.
 
-    A text is what it is as an expression, if that has the type; else, for a str or a Path, the text itself. A tuple is
-    `(a, b)`, or its only item. No text at all means True.
+    If the text as an expression has the type, its value is taken; else, for a str or a Path, the
+    text itself. A tuple is `(a, b)`, or its only item. None, no text, means True.
     """
     members = members_of(hint)
     if text is None:
@@ -131,7 +153,12 @@ def read(text: str | None, hint: Any, names: Names) -> Any:
         value = evaluate(text, names)
         if isinstance(value, str) and str in members:
             return text  # with its quotes
-        if isinstance(value, float) and "e" in text.lower() and int in members and value.is_integer():
+        if (
+            isinstance(value, float)
+            and "e" in text.lower()
+            and int in members
+            and value.is_integer()
+        ):
             value = int(value)  # 1e4 is meant as an integer, 1.0 is not
         return convert(value, hint)
     except ConfigError as error:
@@ -140,14 +167,16 @@ def read(text: str | None, hint: Any, names: Names) -> Any:
                 return member(text)
         if items := _item_types(hint, 1):
             if {str, Path} & set(members_of(items[0])) and _says_several(text):
-                raise ConfigError(f'expected {expected(hint)}, each in quotes: ("a", "b"), or ("a,b",) for one') from None
+                raise ConfigError(
+                    f'expected {expected(hint)}, each in quotes: ("a", "b"), or ("a,b",) for one'
+                ) from None
             return convert((read(text, items[0], names),), hint)
         told = hint is Any or str(error).startswith("expected")
         raise ConfigError(str(error) if told else f"{error}; expected {expected(hint)}") from None
 
 
 def _says_several(text: str) -> bool:
-    """Whether a text is meant as several: a list, or with a comma outside of brackets."""
+    """Whether a text means several items: it is a list, or has a comma outside of brackets."""
     inner = text.strip()
     if inner[:1] == "[" and inner[-1:] == "]":
         return True
@@ -171,9 +200,10 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 
 
 def _item_types(hint: Any, count: int) -> list[Any] | None:
-    """The types of `count` items of the tuple or list among the members of a type; None where there is no such."""
+    """The types of `count` items of the tuple or list among the members of `hint`, or None."""
     for member in members_of(hint):
-        origin, arguments = get_origin(member) or member, get_args(member)
+        origin = get_origin(member) or member
+        arguments = get_args(member)
         if origin is list or (origin is tuple and (not arguments or arguments[-1] is ...)):
             return [arguments[0] if arguments else Any] * count
         if origin is tuple and len(arguments) == count:
@@ -182,7 +212,10 @@ def _item_types(hint: Any, count: int) -> list[Any] | None:
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """The value as its type has it: an int where a float is due becomes one. Raises ConfigError for another type."""
+    """The value converted to type `hint`: an int becomes a float where one is expected.
+
+    Raises ConfigError for a value of another type.
+    """
     for member in members_of(hint):
         for made in _as(value, member):
             return made
@@ -190,18 +223,24 @@ def convert(value: Any, hint: Any) -> Any:
 
 
 def _as(value: Any, hint: Any) -> list[Any]:
-    """The value as one type, alone in a list; an empty list where it is none of it."""
+    """[the value converted to `hint`, which is no union], or [] if it does not have that type."""
     origin = get_origin(hint) or hint
     if origin is Literal:
-        return [choice for choice in get_args(hint) if value == choice and type(value) is type(choice)]
+        return [
+            choice for choice in get_args(hint) if value == choice and type(value) is type(choice)
+        ]
     if _is_enum(origin) and not isinstance(value, origin):
         return [
-            choice for choice in origin if value == choice.name or (value == choice.value and type(value) is type(choice.value))
+            choice
+            for choice in origin
+            if value == choice.name or (value == choice.value and type(value) is type(choice.value))
         ]
     if origin in (tuple, list):
-        items = _item_types(hint, len(value)) if isinstance(value, tuple | list) else None
+        kinds = _item_types(hint, len(value)) if isinstance(value, tuple | list) else None
+        if kinds is None:
+            return []
         try:
-            return [] if items is None else [origin(convert(item, kind) for item, kind in zip(value, items, strict=True))]
+            return [origin(convert(item, kind) for item, kind in zip(value, kinds, strict=True))]
         except ConfigError:
             return []
     if origin is float and _is_number(value):
@@ -210,34 +249,37 @@ def _as(value: Any, hint: Any) -> list[Any]:
         return [Path(value)]
     try:
         fits = isinstance(value, origin) and not (origin is int and isinstance(value, bool))
-    except TypeError:  # Any, and whatever else cannot be checked
+    except TypeError:  # Any, and other types that isinstance cannot check
         return [value]
     return [value] if fits else []
 
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
-    """The type of each field of a config class; `Any` for what cannot be resolved."""
+    """The type of each field of a config class; `Any` if an annotation cannot be resolved."""
     try:
-        found = typing.get_type_hints(cls)
+        resolved = typing.get_type_hints(cls)
     except Exception:  # a user's annotation may be any text
-        found = {}
-    return {field.name: found.get(field.name, Any) for field in dataclasses.fields(cls) if field.init}
+        resolved = {}
+    return {
+        field.name: resolved.get(field.name, Any) for field in dataclasses.fields(cls) if field.init
+    }
 
 
 def expected(hint: Any) -> str:
-    """A type in the words of an error message."""
+    """A type in words, for an error message."""
     members = get_args(hint)
     if members_of(hint) != (hint,):
-        words = list(dict.fromkeys(map(expected, members)))
-        return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+        *others, last = dict.fromkeys(map(expected, members))
+        return f"{', '.join(others)} or {last}" if others else last
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, members))}"
     if _is_enum(hint):
         return f"one of {', '.join(choice.name for choice in hint)}"
     if get_origin(hint) in (tuple, list):
-        several = get_origin(hint) is list or members[-1] is ...
-        return f"any number of {expected(members[0])}" if several else " ".join(map(expected, members))
+        if get_origin(hint) is list or members[-1] is ...:
+            return f"any number of {expected(members[0])}"
+        return " ".join(map(expected, members))
     if hint is types.NoneType:
         return "None"
     if Callable in (hint, get_origin(hint)):
@@ -248,9 +290,14 @@ def expected(hint: Any) -> str:
 def shown(value: Any) -> str:
     """A value on one short line, without addresses in memory."""
     if isinstance(value, tuple | list):
-        return "(" + ", ".join(map(shown, value)) + ("," if len(value) == 1 else "") + ")"
+        comma = "," if len(value) == 1 else ""
+        return f"({', '.join(map(shown, value))}{comma})"
     if isinstance(value, enum.Enum):
         return value.name
-    if value is None or isinstance(value, str | bool | int | float | Path) or hasattr(value, "__describe__"):
+    if (
+        value is None
+        or isinstance(value, str | bool | int | float | Path)
+        or hasattr(value, "__describe__")
+    ):
         return _short(" ".join(repr(value).split()))
     return getattr(value, "__name__", None) or f"{type(value).__name__}(...)"

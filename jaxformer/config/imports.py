@@ -1,11 +1,13 @@
-"""What an experiment file imports from its own folder belongs to that file.
+"""Imports of an experiment file from its own folder.
 
-Two experiment files in two folders may each have a `helper.py`, and a notebook may open both. The first one that is
-imported is the module `helper`, as usual. Where that name leads to another user's file, or to a text that the file no
-longer has, the module is loaded once more, under a name of its own: `helper@1a2b3c4d`.
+Two experiment files in two folders may each have a `helper.py`, and a notebook may open both. The
+first one that is imported is the module `helper`, as usual. If that name already belongs to another
+file of the user, or to an older text of this file, the module is loaded again under a name of its
+own: `helper@1a2b3c4d`.
 
-Installed packages and Python's own modules come first, so a `types.py` beside an experiment replaces nothing.
-`folder_at` gives the `Folder` of an experiment file; `Folder.import_module` is what its import statements call.
+Installed packages and Python's own modules come first, so a `types.py` beside an experiment
+replaces nothing. `folder_at` gives the `Folder` of an experiment file; the import statements of
+that file call `Folder.import_module`.
 """
 
 import builtins
@@ -21,7 +23,9 @@ from typing import Any
 from jaxformer.config import moved
 from jaxformer.config.code import MODULE_TEXT, is_users_file, plain_name
 
-FOLDER, DIGEST = "__users_folder__", "__users_digest__"  # of a module: its Folder, and the sha256 of the file that was run
+# attributes of a module
+FOLDER = "__users_folder__"  # its Folder
+DIGEST = "__users_digest__"  # the sha256 of the file that was run
 
 
 class Folder:
@@ -29,26 +33,30 @@ class Folder:
 
     def __init__(self, root: str, edition: int):
         self.root = root
-        self.edition = edition  # the number of times that a file was edited after its import; each has modules of its own
+        # how often a file was edited after its import; each edition has modules of its own
+        self.edition = edition
         self.builtins = vars(builtins) | {"__import__": self.import_module}
 
-    def import_module(self, name: str, globals=None, locals=None, fromlist=(), level: int = 0) -> Any:
-        """`__import__` of the files of this folder."""
+    def import_module(
+        self, name: str, globals=None, locals=None, fromlist=(), level: int = 0
+    ) -> Any:
+        """The `__import__` that the files of this folder call."""
         if level == 0:
             if fromlist and name.partition(".")[0] == "jaxformer":
-                found = moved.import_from(name, tuple(fromlist))
-                if found is not None:
-                    return found
+                module = moved.import_from(name, tuple(fromlist))
+                if module is not None:
+                    return module
             first, dot, rest = name.partition(".")
             name = self.name_of(first) + dot + rest
         return builtins.__import__(name, globals, locals, fromlist, level)
 
     def name_of(self, first: str) -> str:
-        """The name in sys.modules of a top-level module as the files of this folder see it.
+        """The name in sys.modules of the top-level module that files of this folder call `first`.
 
-        Raises ModuleNotFoundError for what only the folder of another experiment has.
+        Raises ModuleNotFoundError for a module that only the folder of another experiment has.
         """
-        loaded, own = sys.modules.get(first), self.find(first)
+        loaded = sys.modules.get(first)
+        own = self.find(first)
         owner = getattr(loaded, "__dict__", {}).get(FOLDER)
         if owner is self or first in sys.stdlib_module_names or first == "__main__":
             return first
@@ -56,12 +64,15 @@ class Folder:
             if (loaded is None or owner is not None) and _usual(first) is None:
                 raise ModuleNotFoundError(f"No module named {first!r}", name=first)
             return first
-        if own.origin is not None and not own.origin.endswith(".py"):  # compiled: it is the only one of its name
+        # a compiled module can be loaded only under its own name
+        if own.origin is not None and not own.origin.endswith(".py"):
             return first
         usual = _usual(first)
         if usual is not None and not is_users_file(_place(usual)):
             return first
-        same = owner is None and all(_place(each) == _place(own) for each in (loaded, usual) if each is not None)
+        same = owner is None and all(
+            _place(each) == _place(own) for each in (loaded, usual) if each is not None
+        )
         if same and self.edition == 0:
             _owners[first] = self
             return first
@@ -70,31 +81,36 @@ class Folder:
         return name
 
     def find(self, first: str) -> ModuleSpec | None:
-        """The file, or the package, of that name in this folder."""
+        """The file or package of that name in this folder."""
         return PathFinder.find_spec(first, [self.root])
 
     def digests(self) -> dict[str, str]:
-        """Of the files in this folder that were imported: path and sha256 of what was run."""
-        modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+        """The sha256 of the text that was run, by path, of each imported file of this folder."""
+        modules = [
+            vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)
+        ]
         return {each["__file__"]: each[DIGEST] for each in modules if each.get(FOLDER) is self}
 
 
 def folder_at(root: str) -> Folder:
-    """The folder, with its modules so far; with new ones where a file was edited since it was imported."""
+    """The Folder at `root`; a new edition if one of its files was edited since its import."""
     importlib.invalidate_caches()  # a file may have been written just now
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
-    if root not in sys.path:  # for `importlib.import_module`, and for processes that get an object of the user's
+    # for `importlib.import_module`, and for processes that unpickle an object of the user
+    if root not in sys.path:
         sys.path.append(root)
         _added.add(root)
     folder = _folders.get(root)
-    if folder is None or any(digest_of(path) not in (None, digest) for path, digest in folder.digests().items()):
+    if folder is None or any(
+        digest_of(path) not in (None, digest) for path, digest in folder.digests().items()
+    ):
         folder = _folders[root] = Folder(root, 0 if folder is None else folder.edition + 1)
     return folder
 
 
 def digest_of(path: os.PathLike | str) -> str | None:
-    """The sha256 of a file; None where there is none."""
+    """The sha256 of a file; None if it cannot be read."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
@@ -114,27 +130,30 @@ class _Finder:
         folder = _owners.get(first)
         if folder is None:
             return None
-        found = PathFinder.find_spec(name, path) if dot else folder.find(plain_name(first))
-        if found is None:
+        spec = PathFinder.find_spec(name, path) if dot else folder.find(plain_name(first))
+        if spec is None:
             return None
         usual = None if dot else _usual(plain_name(first))
-        if name == plain_name(name) and usual is not None and _place(usual) != _place(found):
-            return None  # somebody else imports another file
-        places = list(found.submodule_search_locations or ())
-        if found.origin is None:  # a folder without __init__.py may have parts in several places
-            made = ModuleSpec(name, None, is_package=True)
-            made.submodule_search_locations = list(dict.fromkeys([*places, *_places(usual)]))
-            return made
-        if not found.origin.endswith(".py") or not found.origin.startswith(folder.root + os.sep):
-            return found if dot else None
-        loader = _Loader(name, found.origin, folder)
+        if name == plain_name(name) and usual is not None and _place(usual) != _place(spec):
+            return None  # elsewhere this name means another file
+        folders = list(spec.submodule_search_locations or ())
+        if spec.origin is None:  # a package without __init__.py may consist of several folders
+            package = ModuleSpec(name, None, is_package=True)
+            package.submodule_search_locations = list(dict.fromkeys([*folders, *_places(usual)]))
+            return package
+        if not spec.origin.endswith(".py") or not spec.origin.startswith(folder.root + os.sep):
+            return spec if dot else None
+        loader = _Loader(name, spec.origin, folder)
         return importlib.util.spec_from_file_location(
-            name, found.origin, loader=loader, submodule_search_locations=places or None
+            name, spec.origin, loader=loader, submodule_search_locations=folders or None
         )
 
 
 class _Loader(SourceFileLoader):
-    """Runs a file as it is now, and keeps its text: Python's cache cannot tell two edits of one second apart."""
+    """Runs a file as it is now and keeps its text.
+
+    Python's bytecode cache cannot tell two edits within one second apart.
+    """
 
     def __init__(self, name: str, path: str, folder: Folder):
         super().__init__(name, path)
@@ -142,8 +161,13 @@ class _Loader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         data = self.get_data(self.path)
-        digest, text = hashlib.sha256(data).hexdigest(), importlib.util.decode_source(data)
-        vars(module).update({FOLDER: self.folder, DIGEST: digest, MODULE_TEXT: text, "__builtins__": self.folder.builtins})
+        attributes = {
+            FOLDER: self.folder,
+            DIGEST: hashlib.sha256(data).hexdigest(),
+            MODULE_TEXT: importlib.util.decode_source(data),
+            "__builtins__": self.folder.builtins,
+        }
+        vars(module).update(attributes)
         exec(self.source_to_code(data, self.path), vars(module))
 
 
@@ -151,7 +175,7 @@ _finder: Any = _Finder()
 
 
 def _usual(first: str) -> ModuleSpec | None:
-    """Where a top-level name leads without the folders of experiments."""
+    """The module that a top-level name means without the folders of experiments."""
     paths = [path for path in sys.path if path not in _added]
     for finder in sys.meta_path:
         if finder is not _finder and hasattr(finder, "find_spec"):
@@ -162,15 +186,14 @@ def _usual(first: str) -> ModuleSpec | None:
 
 
 def _places(unit: Any) -> list[str]:
-    """The folders of a package (its module or its spec)."""
-    found = (
-        getattr(unit, "__path__", None) if isinstance(unit, ModuleType) else getattr(unit, "submodule_search_locations", None)
-    )
-    return [] if found is None else list(found)
+    """The folders of a package, given as a module or a spec."""
+    name = "__path__" if isinstance(unit, ModuleType) else "submodule_search_locations"
+    folders = getattr(unit, name, None)
+    return [] if folders is None else list(folders)
 
 
 def _place(unit: Any) -> str | None:
-    """The file of a module or of its spec; of a package without one, its first folder."""
+    """The file of a module or spec; the first folder of a package without a file."""
     if isinstance(unit, ModuleType):
         file = getattr(unit, "__file__", None)
     else:

@@ -1,7 +1,7 @@
-"""Names of this library that moved: the experiment file in the folder of an older run imports them from where they were.
+"""Names of this library that moved: the experiment files of older runs import their old names.
 
-`import_from` serves such imports and warns with the new place. `first_name` tells where a name was first: descriptions use
-that, because a run keeps its name when the library moves a file.
+`import_from` serves such imports, with a warning that says the new place. `first_name` gives the
+first place of a name: descriptions use it, so a run keeps its name when the library moves a file.
 """
 
 import functools
@@ -14,7 +14,7 @@ from jaxformer.errors import ConfigError
 
 log = logging.getLogger("jaxformer")
 
-# module, before and now
+# old module: new module
 MODULES = {
     "jaxformer.interop.huggingface": "jaxformer.families",
     "jaxformer.analysis": "jaxformer.tools.analysis",
@@ -45,7 +45,7 @@ MODULES = {
     "jaxformer.ops.attention.rows": "jaxformer.ops.attention.query_blocked",
 }
 
-# single names that left a module, or whose module was divided: the full name before, the module now
+# single names that moved: old full name: new module
 NAMES = {
     "jaxformer.models.block.DropoutKeys": "jaxformer.models.sublayers",
     "jaxformer.models.embedding.norm": "jaxformer.models.norm",
@@ -79,6 +79,30 @@ NAMES = {
     "jaxformer.training.corruption.hide_tokens": "jaxformer.objectives.masked",
     "jaxformer.training.corruption.corrupt_spans": "jaxformer.objectives.corruption",
     "jaxformer.training.corruption.span_counts": "jaxformer.objectives.corruption",
+    "jaxformer.masks.mask.as_mask": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.bigbird": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.block_sparse": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.by_head": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.causal": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.chunked": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.columns": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.full": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.global_tokens": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.is_causal": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.lengths": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.longformer": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.prefix": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.random_blocks": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.reach": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.segments": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.shift_invariant": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.sparse_transformer_fixed": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.sparse_transformer_strided": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.strided": "jaxformer.masks.builders",
+    "jaxformer.masks.mask.window": "jaxformer.masks.builders",
+    "jaxformer.models.stacks.scan.partition": "jaxformer.models.stacks.trees",
+    "jaxformer.models.stacks.scan.combine": "jaxformer.models.stacks.trees",
+    "jaxformer.models.stacks.scan.joined": "jaxformer.models.stacks.trees",
     "jaxformer.ops.linear_attention": "jaxformer.zoo.linear_attention",
     "jaxformer.ops.attention.linear.linear_attention": "jaxformer.zoo.linear_attention",
     "jaxformer.ops.linear_attention_step": "jaxformer.zoo.linear_attention",
@@ -153,7 +177,7 @@ NAMES = {
     "jaxformer.models.presets.performer_base": "jaxformer.zoo.performer",
     "jaxformer.models.presets.reformer_enwik8": "jaxformer.zoo.reformer",
 }
-# their names now, where these are others
+# those that also got another name: old full name: new name
 RENAMED = {
     "jaxformer.models.stacks.scan.Row": "LayerInputs",
     "jaxformer.models.stacks.scan.rows_of_pattern": "inputs_of_pattern",
@@ -186,20 +210,25 @@ RENAMED = {
     "jaxformer.ops.attention.sparse.bigbird_layout_seeded": "seeded_layout",
 }
 
-# the residual orders that `ModelConfig.norm_placement` named before `block` took its place
+# the words of `ModelConfig.norm_placement`, which `block` replaced: the block of each
 PLACEMENTS = {"pre": "pre_norm", "post": "post_norm", "sandwich": "sandwich"}
 
 
 def block_of_placement(placement: str) -> Any:
-    """The block of an older file's `norm_placement`, with a warning. Raises ConfigError for an unknown word."""
+    """The block for the `norm_placement` of an older file, with a warning.
+
+    Raises ConfigError for an unknown word.
+    """
     if placement not in PLACEMENTS:
-        raise ConfigError(f"model.norm_placement={placement!r}: expected one of {', '.join(PLACEMENTS)}")
+        raise ConfigError(
+            f"model.norm_placement={placement!r}: expected one of {', '.join(PLACEMENTS)}"
+        )
     log.warning("model.norm_placement=%r is model.block=%s now", placement, PLACEMENTS[placement])
     return getattr(importlib.import_module("jaxformer.models.blocks"), PLACEMENTS[placement])
 
 
 def option_of(option: str, text: str | None) -> tuple[str, str | None]:
-    """An option and its value as they are named now, with a warning where an older run gave another option."""
+    """The present name and value of an option, with a warning if it is one of an older run."""
     above, dot, name = option.rpartition(".")
     if not dot or name != "norm-placement" or text not in PLACEMENTS:
         return option, text
@@ -208,20 +237,23 @@ def option_of(option: str, text: str | None) -> tuple[str, str | None]:
 
 
 def import_from(module: str, names: tuple[str, ...]) -> Any:
-    """What `from module import names` binds, if one of the names moved; None: nothing moved, import it as usual."""
+    """The module for `from module import names` if one of the names moved.
+
+    None means that nothing moved, and the usual import works.
+    """
     if not any(_now(module, name) or f"{module}.{name}" in _left() for name in names):
         return None
     return SimpleNamespace(**{name: _look_up(module, name) for name in names})
 
 
 class _Module(ModuleType):
-    """A module that lost names, for a file that may ask it for them, as in `mixers.Performer`. All else is the module's own."""
+    """A module that names moved away from: it still finds them, as in `mixers.Performer`."""
 
     def __init__(self, name: str):
         super().__init__(name)
         try:
             self.__dict__["_module"] = importlib.import_module(name)
-        except ModuleNotFoundError:  # it lost all of its names
+        except ModuleNotFoundError:  # all of its names moved away
             self.__dict__["_module"] = None
 
     def __getattr__(self, name: str) -> Any:
@@ -230,14 +262,15 @@ class _Module(ModuleType):
             return getattr(module, name)
         if _now(self.__name__, name) is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        found = _look_up(self.__name__, name)
-        self.__dict__[name] = found  # so that it warns once
-        return found
+        value = _look_up(self.__name__, name)
+        self.__dict__[name] = value  # the warning comes once
+        return value
 
 
 def _look_up(module: str, name: str) -> Any:
-    """What `from module import name` bound, with a warning where it moved."""
-    full, now = f"{module}.{name}", _now(module, name)
+    """The object of `from module import name`, with a warning if it moved."""
+    full = f"{module}.{name}"
+    now = _now(module, name)
     if now is None:
         return _Module(full) if full in _left() else _get(module, name)
     log.warning("%s is now %s.%s; change the import", full, *now)
@@ -245,13 +278,16 @@ def _look_up(module: str, name: str) -> Any:
 
 
 def first_name(module: str, name: str) -> tuple[str, str]:
-    """(module, name) that this function or class had first."""
-    before = _first_names()
-    return before.get((module, name)) or (before.get((module, ""), (module, ""))[0], name)
+    """(module, name) of this function or class before any move."""
+    first_names = _first_names()
+    if (module, name) in first_names:
+        return first_names[module, name]
+    first_module, _ = first_names.get((module, ""), (module, ""))
+    return first_module, name
 
 
 def _now(module: str, name: str) -> tuple[str, str] | None:
-    """(module, name) of what was `module.name`; None where it did not move."""
+    """The present (module, name) of what was `module.name`; None if it did not move."""
     full = f"{module}.{name}"
     if full in NAMES:
         return NAMES[full], RENAMED.get(full, name)
@@ -265,27 +301,27 @@ def _now(module: str, name: str) -> tuple[str, str] | None:
 
 
 def _get(module: str, name: str) -> Any:
-    """`from module import name`."""
-    found = importlib.import_module(module)
+    """The object of `from module import name`."""
+    home = importlib.import_module(module)
     try:
-        return getattr(found, name)
+        return getattr(home, name)
     except AttributeError:
-        if hasattr(found, "__path__"):
+        if hasattr(home, "__path__"):
             return importlib.import_module(f"{module}.{name}")
         raise ImportError(f"cannot import name {name!r} from {module!r}", name=module) from None
 
 
 @functools.cache
 def _left() -> set[str]:
-    """The modules that names left."""
+    """The modules from which single names moved away."""
     return {full.rpartition(".")[0] for full in NAMES} - MODULES.keys()
 
 
 @functools.cache
 def _first_names() -> dict[tuple[str, str], tuple[str, str]]:
-    """(module, name) before, by (module, name) now; by (module, "") for a module that moved whole."""
-    found = {(new, ""): (old, "") for old, new in MODULES.items()}
+    """{new (module, name): old (module, name)}; the name is "" for a module that moved."""
+    names = {(new, ""): (old, "") for old, new in MODULES.items()}
     for full, home in NAMES.items():
         module, _, name = full.rpartition(".")
-        found[home, RENAMED.get(full, name)] = (module, name)
-    return found
+        names[home, RENAMED.get(full, name)] = (module, name)
+    return names

@@ -1,8 +1,9 @@
-"""Files of a folder that a stranger may have made: no link below it is followed, neither to read nor to write.
+"""Files in a folder that a stranger may have made: no link below it is followed.
 
-The folder itself may be a link, such as runs/NAME to a larger disk: whoever names it chose that. Below it every name is
-opened in the folder before it, which is open already, and never through a link. So nobody can exchange a part of the path
-between a check and its use. Buckets have no links, and their paths do not come here.
+This holds for reading and writing. The folder itself may be a link, such as runs/NAME to a larger
+disk: the user who names it chose that. Below it each name is opened relative to the open descriptor
+of its parent, and never through a link. So nobody can exchange a part of the path between the check
+and the use. Buckets have no links, so their paths need none of this.
 """
 
 import os
@@ -15,8 +16,10 @@ from typing import Any
 from jaxformer.errors import ConfigError
 
 Root = os.PathLike | str
-ADVICE = "put there what it leads to (cp -rL copies a folder so); only a whole run folder may be a link"
-# where the system has it, a folder needs no right to be listed
+ADVICE = (
+    "put there what it leads to (cp -rL copies a folder so); only a whole run folder may be a link"
+)
+# with O_PATH, where the system has it, a folder needs no read permission
 _PATH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -25,14 +28,14 @@ class Link(ConfigError):
 
 
 def is_local(path: Root) -> bool:
-    """Whether a path is one of this machine, and no URL of a bucket."""
+    """Whether a path is on this machine, and not a URL of a bucket."""
     return "://" not in os.fspath(path)
 
 
 def open_folder(path: Root, root: Root, make: bool = False) -> int:
-    """The descriptor of a folder that is `root` or below it, where wanted made with all on the way.
+    """The descriptor of the folder `path`, which is `root` or below it.
 
-    Raises Link for a link below `root`, and OSError.
+    `make`: missing folders are made. Raises Link for a link below `root`, and OSError.
     """
     parts = Path(path).relative_to(root).parts
     if make:
@@ -53,15 +56,20 @@ def open_folder(path: Root, root: Root, make: bool = False) -> int:
 
 
 def open_file(root: Root, path: Root, flags: int) -> int:
-    """The descriptor of a regular file below `root`. It never waits: a pipe is refused as a device or a socket is.
+    """The descriptor of a regular file below `root`. It never waits, for a pipe for example.
 
-    Raises Link for a link, ConfigError for what is no regular file, and OSError.
+    Raises Link for a link, ConfigError for a pipe, a device or a socket, and OSError.
     """
     path = Path(path)
     folder = open_folder(path.parent, root)
     try:
         _check(path.name, folder, path)
-        handle = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        handle = os.open(
+            path.name,
+            flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC,
+            0o666,
+            dir_fd=folder,
+        )
     finally:
         os.close(folder)
     try:
@@ -73,26 +81,26 @@ def open_file(root: Root, path: Root, flags: int) -> int:
 
 
 def opener(root: Root) -> Callable[[str, int], int]:
-    """For `open(path, mode, opener=opener(root))`."""
+    """The opener in `open(path, mode, opener=opener(root))`."""
     return partial(open_file, root)
 
 
 def check_folder(path: Root, root: Root) -> None:
-    """Raises Link where a folder that another library will read or write is a link, or below one that `root` does not show.
+    """Raises Link if `path`, or a folder between `root` and `path`, is a link.
 
-    Of a folder that is not there it checks what is.
+    For folders that another library will read or write. Parts that do not exist are not checked.
     """
     if not is_local(path):
         return
     parts = Path(path).relative_to(root).parts
     for n in range(1, len(parts) + 1):
-        part = Path(root, *parts[:n])
-        if part.is_symlink():
-            raise Link(refusal(part))
+        place = Path(root, *parts[:n])
+        if place.is_symlink():
+            raise Link(refusal(place))
 
 
 def has_one_name(path: Root, root: Root) -> bool:
-    """Whether a file has no other name: with a second one, which `ln` makes, it may be a file from elsewhere."""
+    """Whether a file has no second name (hard link): with one, it may be a file from elsewhere."""
     if not is_local(path):
         return True
     handle = open_file(root, path, os.O_RDONLY)
@@ -103,7 +111,7 @@ def has_one_name(path: Root, root: Root) -> bool:
 
 
 def refusal(path: Any) -> str:
-    """What is said of a link."""
+    """The message for a link."""
     return f"{path}: is a link, and none in a run folder is followed; {ADVICE}"
 
 
@@ -115,7 +123,10 @@ def _make(name: str, folder: int) -> None:
 
 
 def _check(name: str, folder: int, path: Path) -> None:
-    """Refuses by name what the call that opens it would refuse by a number, or would wait for."""
+    """Refuses a link or a special file, with its path in the message.
+
+    The call that opens it would raise only an error number, or would wait.
+    """
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -128,4 +139,6 @@ def _check(name: str, folder: int, path: Path) -> None:
 
 def _check_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{path}: cannot be read: no regular file; give a file, or save what it gives as one")
+        raise ConfigError(
+            f"{path}: cannot be read: no regular file; give a file, or save what it gives as one"
+        )

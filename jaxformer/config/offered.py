@@ -1,4 +1,7 @@
-"""Names that an option may call, loaded when one of them is used: `--model.mixer=Performer()` loads that paper alone."""
+"""Names that an option may call, each loaded at its first use.
+
+`--model.mixer=Performer()` loads only the file of that paper.
+"""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -6,7 +9,10 @@ from typing import Any
 
 
 class Offered(Mapping):
-    """The names of a package's table `OFFERED` (name -> its file), or those given. Each is imported when it is looked up."""
+    """A mapping from a package's names to its objects. Each is imported when it is looked up.
+
+    `names` maps each name to its file; None: the package's own table `OFFERED`.
+    """
 
     def __init__(self, package: str, names: Mapping[str, str] | None = None):
         self.package = package

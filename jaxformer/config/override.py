@@ -1,4 +1,4 @@
-"""Options of the command line: `--key.path=VALUE` sets a field of a config, however deep. And the list of them all."""
+"""Command line options: `--key.path=VALUE` sets a field of a config at any depth; help texts."""
 
 import ast
 import dataclasses
@@ -18,53 +18,72 @@ from jaxformer.errors import ConfigError, did_you_mean
 Config = TypeVar("Config")
 
 
-def override(config: Config, args: Sequence[str], names: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
-    """The config with options applied: `--model.d-model=64`, `--optimizer "Lion(weight_decay=0.1)"`.
+def override(
+    config: Config, args: Sequence[str], names: Mapping[str, Mapping[str, Any]] | None = None
+) -> Config:
+    """The config with options applied, such as `--model.d-model=64 --optimizer "Lion(b1=0.8)"`.
 
-    Hyphen and underscore are one, and the last of equal options wins. `names` are what an expression may call: by
-    the first or last part of the option, `""` for every option. Raises ConfigError for an unknown option, a value of
-    the wrong type, and whatever a config's `__post_init__` refuses.
+    Hyphen and underscore are equal, and the last of equal options wins. `names` has the names that
+    an expression may call, by the first or last part of the option's path; those under `""` are for
+    every option. Raises ConfigError for an unknown option, for a value of the wrong type, and for
+    values that a config's `__post_init__` refuses.
     """
     options = {_option(path): (path, value, hint) for path, value, hint in walk(config)}
     set_to: dict[str, tuple[Any, str]] = {}
-    for option, typed, text in sorted(_split(args), key=lambda split: split[0].count(".")):  # the outer ones first
+    # outer options first
+    for option, typed, text in sorted(_split(args), key=lambda split: split[0].count(".")):
         option, text = moved.option_of(option, text)
         if option not in options:
             _check_parent(option, options)
             leaves = [name for name, (_, value, _) in options.items() if not fields(value)]
-            raise ConfigError(f"{typed[: len(option)]}: no such option{did_you_mean(option, leaves)}")
+            raise ConfigError(
+                f"{typed[: len(option)]}: no such option{did_you_mean(option, leaves)}"
+            )
         path, _, hint = options[option]
         try:
             value = expressions.read(text, hint, _available(path, names or {}))
         except ConfigError as error:
             raise ConfigError(f"{typed}: {error}") from None
         set_to[path] = (value, typed)
-        # fields of the new value may be set too, those of the old one no longer
-        options = {name: entry for name, entry in options.items() if not name.startswith(f"{option}.")}
+        # from now on the fields of the new value can be set, and not those of the old one
+        options = {
+            name: entry for name, entry in options.items() if not name.startswith(f"{option}.")
+        }
         options |= {_option(below): (below, *rest) for below, *rest in walk(value, f"{path}.")}
     return _rebuild(config, set_to)
 
 
 def _check_parent(option: str, options: Mapping[str, tuple[str, Any, Any]]) -> None:
-    """Raises ConfigError for a field of what has no fields now, such as None: it says which option to give first."""
+    """Raises ConfigError if the option's parent has no fields now: None, for example.
+
+    The message says which option to give first.
+    """
     parent = option.rpartition(".")[0]
     if parent in options and not fields(options[parent][1]):
         _, value, hint = options[parent]
-        kinds = [kind.__name__ for kind in expressions.members_of(hint) if dataclasses.is_dataclass(kind)]
-        first = f"{parent}={' or '.join(kinds) or 'NAME'}({option.rpartition('.')[2].replace('-', '_')}=...)"
-        raise ConfigError(f"{option}: {parent} is {expressions.shown(value)}, which has no fields; give {first}")
+        kinds = [
+            kind.__name__ for kind in expressions.members_of(hint) if dataclasses.is_dataclass(kind)
+        ]
+        first = (
+            f"{parent}={' or '.join(kinds) or 'NAME'}"
+            f"({option.rpartition('.')[2].replace('-', '_')}=...)"
+        )
+        raise ConfigError(
+            f"{option}: {parent} is {expressions.shown(value)}, which has no fields; give {first}"
+        )
 
 
 def _available(path: str, names: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The names that an expression for the field `path` may call. What the user's file defines comes first."""
-    parts, anywhere = path.split("."), names.get("", {})
+    """The names that an expression for the field `path` may call, the user's own first."""
+    parts = path.split(".")
+    anywhere = names.get("", {})
 
     def in_library(value):
         return str(getattr(value, "__module__", "")).split(".")[0] == "jaxformer"
 
     users = {name: value for name, value in anywhere.items() if not in_library(value)}
     maps: list[Any] = [users, names.get(parts[-1], {}), names.get(parts[0], {}), anywhere]
-    return ChainMap(*maps)  # a name of the zoo is loaded when it is looked up
+    return ChainMap(*maps)  # no copy: a name of the zoo is loaded when it is looked up
 
 
 def _option(path: str) -> str:
@@ -72,7 +91,7 @@ def _option(path: str) -> str:
 
 
 def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted path, value, type) of every field of a config, and of the configs in it."""
+    """(dotted path, value, type) of every field of a config and of its nested configs."""
     for name, value in fields(config).items():
         yield prefix + name, value, expressions.hints(type(config))[name]
         if not hasattr(value, "__describe__"):
@@ -80,7 +99,10 @@ def walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _split(args: Sequence[str]) -> list[tuple[str, str, str | None]]:
-    """(option with hyphens, as typed, its value or None) of every option: `--option=VALUE`, `--option VALUE`, `--option`."""
+    """(option with hyphens, text as typed, value or None) of every option.
+
+    Forms: `--option=VALUE`, `--option VALUE` and `--option`.
+    """
     options: list[tuple[str, str, str | None]] = []
     for word in args:
         if word.startswith("--"):
@@ -100,7 +122,9 @@ def _rebuild(value: Any, set_to: Mapping[str, tuple[Any, str]], path: str = "") 
     below = [shown for name, (_, shown) in set_to.items() if name.startswith(inside)]
     if not below:
         return value
-    children = {name: _rebuild(child, set_to, inside + name) for name, child in fields(value).items()}
+    children = {
+        name: _rebuild(child, set_to, inside + name) for name, child in fields(value).items()
+    }
     try:
         return dataclasses.replace(value, **children)
     except ConfigError:
@@ -110,9 +134,11 @@ def _rebuild(value: Any, set_to: Mapping[str, tuple[Any, str]], path: str = "") 
 
 
 def help_text(config: Any, usage: str) -> str:
-    """Every option with its type, its present value and one line of what it means."""
+    """The help text: every option with its type, its present value and its meaning."""
     width = max(40, min(shutil.get_terminal_size((100, 24)).columns, 140))
-    wrap = functools.partial(textwrap.wrap, width=width, subsequent_indent=" " * 6, break_on_hyphens=False)
+    wrap = functools.partial(
+        textwrap.wrap, width=width, subsequent_indent=" " * 6, break_on_hyphens=False
+    )
     lines = [*wrap(f"usage: {usage} [--option=value ...]"), ""]
     holders = {"": config}
     for path, value, hint in walk(config):
@@ -120,37 +146,47 @@ def help_text(config: Any, usage: str) -> str:
         parent, _, name = path.rpartition(".")
         meaning = meanings(type(holders[parent])).get(name, "")
         if fields(value):
-            kind, now = f"{type(value).__name__}(...)", ""
+            form = f"{type(value).__name__}(...)"
             meaning = meaning or first_paragraph(type(value))
         else:
-            kind, now = expressions.expected(hint), f" = {expressions.shown(value)}"
-        lines += wrap(f"{_option(path)}  {kind}{now}")
+            form = f"{expressions.expected(hint)} = {expressions.shown(value)}"
+        lines += wrap(f"{_option(path)}  {form}")
         lines += wrap(meaning, initial_indent=" " * 6)
     return "\n".join(lines) + "\n"
 
 
 def first_paragraph(cls: type) -> str:
-    """The first paragraph of a class's docstring, on one line. That which `dataclass` writes says nothing."""
+    """The first paragraph of a class's docstring on one line; "" for one that `dataclass` wrote."""
     text = cls.__doc__ or ""
-    return "" if text.startswith(f"{cls.__name__}(") else " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
+    if text.startswith(f"{cls.__name__}("):
+        return ""
+    return " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
 
 
 @functools.cache
 def meanings(cls: type) -> dict[str, str]:
-    """What each field of a config class means: the comment behind it, and the comment lines above it."""
-    found: dict[str, str] = {}
+    """The meaning of each field of a config class: the comments directly above it and behind it."""
+    meaning_of: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         node = code.syntax(base)
         if node is None:
             continue
         lines = code.text_of(base).splitlines(keepends=True)
         tokens = tokenize.generate_tokens(iter([*lines, ""]).__next__)
-        comments = {each.start[0]: each.string.lstrip("# ").strip() for each in tokens if each.type == tokenize.COMMENT}
+        comments = {
+            each.start[0]: each.string.lstrip("# ").strip()
+            for each in tokens
+            if each.type == tokenize.COMMENT
+        }
         for field in node.body:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 first = field.lineno
                 while lines[first - 2].lstrip().startswith("#"):
                     first -= 1
-                here = [comments[line] for line in range(first, (field.end_lineno or first) + 1) if line in comments]
-                found[field.target.id] = " ".join(here) or found.get(field.target.id, "")
-    return found
+                texts = [
+                    comments[line]
+                    for line in range(first, (field.end_lineno or first) + 1)
+                    if line in comments
+                ]
+                meaning_of[field.target.id] = " ".join(texts) or meaning_of.get(field.target.id, "")
+    return meaning_of

@@ -1,1 +1,4 @@
-"""Index -> example -> batch, as pure functions. `sources` and `tasks` hold the configs and import nothing heavy."""
+"""Data as pure functions: index -> example -> batch.
+
+The configs in `sources` and `tasks` import nothing heavy.
+"""

@@ -1,6 +1,7 @@
-"""Random changes of training images: pure functions `(key, image [H, W, C]) -> image` of the same shape.
+"""Random augmentations of training images: `(key, image [H, W, C]) -> image` of the same shape.
 
-`ClassCrossEntropy(augment=(Crop(1), Flip()))` applies them in this order. A function of yours is used in the same way.
+`ClassCrossEntropy(augment=(Crop(1), Flip()))` applies them in this order. Your own function is used
+in the same way.
 """
 
 import math
@@ -18,18 +19,24 @@ from jaxformer.errors import ConfigError, check_numbers
 Image = Float[Array, "H W C"]
 
 
-def augmented(functions: Sequence[Callable], key: Array, images: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
-    """Every image after all functions. What happens to it follows from the key and its row."""
+def augmented(
+    functions: Sequence[Callable], key: Array, images: Float[Array, "B H W C"]
+) -> Float[Array, "B H W C"]:
+    """Every image after all functions in order. Image b of function n gets a key of its own.
+
+    So the result is a function of `key` and the images.
+    """
     for number, function in enumerate(functions):
-        images = jax.vmap(function)(jax.random.split(jax.random.fold_in(key, number), len(images)), images)
+        keys = jax.random.split(jax.random.fold_in(key, number), len(images))
+        images = jax.vmap(function)(keys, images)
     return images
 
 
 @dataclass(frozen=True)
 class Flip:
-    """Left and right change places. Not for digits and letters."""
+    """Mirrors an image, left to right. Do not use it for digits and letters."""
 
-    probability: float = 0.5  # of that
+    probability: float = 0.5  # of mirroring an image
 
     def __post_init__(self):
         if not 0 <= self.probability <= 1:
@@ -41,7 +48,10 @@ class Flip:
 
 @dataclass(frozen=True)
 class Crop:
-    """A crop of the image with a border of zeros: it moves by up to `padding` pixels. He et al. 2015, section 4.2."""
+    """Adds a border of zeros and crops to the old size: a shift by up to `padding` pixels.
+
+    He et al. 2015, section 4.2.
+    """
 
     padding: int = 4  # pixels on each side
 
@@ -56,17 +66,25 @@ class Crop:
 
 @dataclass(frozen=True)
 class ResizedCrop:
-    """A part of the image, no side longer than its own, resized to the whole, bilinear: Szegedy et al. 2014, section 6."""
+    """A random crop inside the image, resized bilinearly to the image's size.
 
-    area: tuple[float, float] = (0.08, 1.0)  # of the part, as a share of the image's
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # of the part's width to its height; its logarithm is uniform
+    Szegedy et al. 2014, section 6.
+    """
+
+    area: tuple[float, float] = (0.08, 1.0)  # of the crop, as a share of the image's area
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width : height of the crop; log-uniform
 
     def __post_init__(self):
         for name, largest in (("area", 1), ("ratio", math.inf)):
             pair = getattr(self, name)
-            if not (len(pair) == 2 and 0 < pair[0] <= pair[1] <= largest and math.isfinite(pair[1])):
+            if not (
+                len(pair) == 2 and 0 < pair[0] <= pair[1] <= largest and math.isfinite(pair[1])
+            ):
                 upper = f" of at most {largest}" if math.isfinite(largest) else ""
-                raise ConfigError(f"ResizedCrop.{name}={pair}: expected two numbers above 0{upper}, the smaller first")
+                raise ConfigError(
+                    f"ResizedCrop.{name}={pair}: expected two numbers above 0{upper}, "
+                    "the smaller first"
+                )
 
     def __call__(self, key: Array, image: Image) -> Image:
         size = jnp.array(image.shape[:2], jnp.float32)
@@ -74,16 +92,19 @@ class ResizedCrop:
         area = size.prod() * (self.area[0] + area * (self.area[1] - self.area[0]))
         ratio = self.ratio[0] * (self.ratio[1] / self.ratio[0]) ** ratio
         crop = jnp.minimum(jnp.sqrt(jnp.stack([area / ratio, area * ratio])), size)
-        scale, corner = size / crop, jnp.stack(corner) * (size - crop)
-        return jax.image.scale_and_translate(image, image.shape, (0, 1), scale, -corner * scale, "linear")
+        scale = size / crop
+        corner = jnp.stack(corner) * (size - crop)
+        return jax.image.scale_and_translate(
+            image, image.shape, (0, 1), scale, -corner * scale, "linear"
+        )
 
 
 @dataclass(frozen=True)
 class Move:
-    """The image turned and shifted, bilinear, with zeros beyond its edges."""
+    """Rotates and shifts an image, bilinearly, with zeros beyond its edges."""
 
-    degrees: float = 10.0  # it turns by up to this angle, to either side
-    pixels: float = 1.0  # it shifts by up to this distance in each direction
+    degrees: float = 10.0  # the largest rotation to either side
+    pixels: float = 1.0  # the largest shift in each direction
 
     def __post_init__(self):
         check_numbers("Move.", self, degrees=0, pixels=0)
@@ -92,7 +113,9 @@ class Move:
         rotation, *shift = jax.random.uniform(key, (3,), minval=-1.0)
         angle = rotation * jnp.deg2rad(self.degrees)
         line, column = (jnp.arange(n) - (n - 1) / 2 for n in image.shape[:2])
-        line, column = jnp.meshgrid(line - shift[0] * self.pixels, column - shift[1] * self.pixels, indexing="ij")
+        line, column = jnp.meshgrid(
+            line - shift[0] * self.pixels, column - shift[1] * self.pixels, indexing="ij"
+        )
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         middle = [(n - 1) / 2 for n in image.shape[:2]]
         coordinates = [cos * line - sin * column + middle[0], sin * line + cos * column + middle[1]]

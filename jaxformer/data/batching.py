@@ -1,4 +1,4 @@
-"""Training batches as a function of (seed, step), or of the state; validation batches in order; prefetching."""
+"""Training batches, a function of (seed, step) or of the state; validation batches; prefetching."""
 
 import functools
 import inspect
@@ -22,36 +22,47 @@ def open_dataset(data: Any, model: Any) -> sources.Dataset:
     dataset = data.open(model)
     if not isinstance(dataset, sources.Dataset):
         advice = "return a jaxformer.data.sources.Dataset"
-        raise ConfigError(f"data: {type(data).__name__}.open returned a {type(dataset).__name__}; {advice}")
+        raise ConfigError(
+            f"data: {type(data).__name__}.open returned a {type(dataset).__name__}; {advice}"
+        )
     check_splits(dataset)
     return dataset
 
 
-FORM = "(params, key, step) -> {name: array of batch_size rows}"  # of a training split that reads the state
+# the form of a training split that reads the state
+FORM = "(params, key, step) -> {name: array of batch_size rows}"
 
 
 def reads_state(split: Any) -> bool:
-    """Whether a training split is a function of the state, such as samples of the current policy, and no sequence."""
+    """Whether a training split is a function of the state: samples of the current policy, say."""
     return callable(split) and not hasattr(split, "__getitem__")
 
 
 def check_splits(dataset: sources.Dataset) -> None:
-    """Raises ConfigError for a split of the wrong kind: only training batches may be made of the state."""
+    """Raises ConfigError for a split of the wrong kind: only `train` may be a function."""
     if reads_state(dataset.validation):
-        advice = "only the training split may be a function of the state; give examples, such as a list of dicts"
+        advice = (
+            "only the training split may be a function of the state; "
+            "give examples, such as a list of dicts"
+        )
         raise ConfigError(f"data: the validation split is a function; {advice}")
     if not reads_state(dataset.train):
         return
     try:
         inspect.signature(dataset.train).bind(None, None, 0)
-    except ValueError:  # it has no signature, as some of C have none
+    except ValueError:  # no signature: a function written in C
         return
     except TypeError as error:
         raise ConfigError(f"data: the training split is called as {FORM}, but {error}") from None
 
 
-def batch_of_state(split: Callable, params: Any, key: Any, step: int, batch_size: int) -> dict[str, Any]:
-    """`split(params, key, step)`, the global batch of a step. Raises ConfigError where that is none, else BadBatch."""
+def batch_of_state(
+    split: Callable, params: Any, key: Any, step: int, batch_size: int
+) -> dict[str, Any]:
+    """The global batch `split(params, key, step)`.
+
+    Raises ConfigError if the result is not a batch, and BadBatch if the function fails.
+    """
     try:
         return checked_batch(split(params, key, step), batch_size)
     except Exception as error:
@@ -59,63 +70,85 @@ def batch_of_state(split: Callable, params: Any, key: Any, step: int, batch_size
 
 
 def checked_batch(batch: Any, batch_size: int) -> dict[str, Any]:
-    """A batch that the user's function made. Raises ConfigError unless it is a dict of arrays of `batch_size` rows."""
+    """A batch that the user's function made, as a dict.
+
+    Raises ConfigError unless it is a mapping of arrays [batch_size, ...].
+    """
     if not isinstance(batch, Mapping) or not batch:
         raise ConfigError(f"data: the training split returned {_short(batch)}; expected {FORM}")
     for name, value in batch.items():
         try:
-            shape, dtype = np.shape(value), getattr(value, "dtype", None) or np.asarray(value).dtype
-        except ValueError:  # lists of several lengths
-            raise ConfigError(f"data: {name!r} of a training batch is no array: its rows have several lengths") from None
+            shape = np.shape(value)
+            dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+        except ValueError:  # lists of different lengths
+            raise ConfigError(
+                f"data: {name!r} of a training batch is no array: its rows have several lengths"
+            ) from None
         if dtype.kind in "OSUmM":
-            raise ConfigError(f"data: {name!r} of a training batch is {_short(value)}; expected an array of numbers")
+            raise ConfigError(
+                f"data: {name!r} of a training batch is {_short(value)}; "
+                "expected an array of numbers"
+            )
         if not shape or shape[0] != batch_size:
-            found = f"{shape[0]} rows" if shape else "a number"
-            raise ConfigError(f"data: {name!r} of a training batch has {found}; expected batch_size={batch_size} rows")
+            size = f"{shape[0]} rows" if shape else "a number"
+            raise ConfigError(
+                f"data: {name!r} of a training batch has {size}; "
+                f"expected batch_size={batch_size} rows"
+            )
     return dict(batch)
 
 
 def _short(value: Any) -> str:
-    """What a value is, in a few words."""
+    """The type and the repr of a value, cut to a few words."""
     return f"{type(value).__name__} {value!r:.60}"
 
 
 def batches(split: Any, batch_size: int, seed: int, rows: np.ndarray | None = None) -> Any:
-    """A grain.MapDataset: [step] -> `rows` (None: all) of the global batch [B, T], a pure function of (seed, step)."""
+    """A grain.MapDataset: [step] -> the global batch [B, T], a pure function of (seed, step).
+
+    Only its `rows` are made; None: all.
+    """
     selection = slice(None) if rows is None else rows
-    # Indices are batched before examples are read: one vectorised `take_rows` replaces B small reads.
-    return batch_indices(split, batch_size, seed).map(lambda indices: take_rows(split, indices[selection]))
+    # Indices are batched before examples are read: one `take_rows` replaces B small reads.
+    return batch_indices(split, batch_size, seed).map(
+        lambda indices: take_rows(split, indices[selection])
+    )
 
 
 def batch_indices(split: Any, batch_size: int, seed: int) -> Any:
     """A grain.MapDataset: [step] -> the indices [B] of the global batch.
 
-    Batch `step` has the indices from step * B on of an endless order, in which each epoch is a new permutation. A split may
-    choose instead, by `batch_indices(seed, batch_size)`: an endless sequence, [step] -> B indices.
+    Batch `step` has the indices step * B ... step * B + B - 1 of an endless order, in which each
+    epoch is a new permutation. A split may choose the indices instead, by a method
+    `batch_indices(seed, batch_size)` that returns an endless sequence: [step] -> B indices.
     """
     if reads_state(split):
-        raise ConfigError("data: the training batches are made of the state; this needs a sequence of examples")
+        raise ConfigError(
+            "data: the training batches are made of the state; this needs a sequence of examples"
+        )
     if len(split) == 0:
         raise ConfigError("data: the training split is empty; expected at least one example")
-    import grain  # takes 1 s: errors about missing files come before it
+    import grain  # takes 1 s; the errors above come first
 
     choose = getattr(split, "batch_indices", None)
     if choose is not None:
         indices = choose(seed, batch_size)
         return grain.MapDataset.range(sys.maxsize).map(lambda step: np.asarray(indices[step]))
-    n, row_numbers = len(split), np.arange(batch_size)
+    n = len(split)
+    offsets = np.arange(batch_size)
     return grain.MapDataset.range(sys.maxsize // batch_size).map(
-        lambda step: shuffled(step * batch_size + row_numbers, n, seed)
+        lambda step: shuffled(step * batch_size + offsets, n, seed)
     )
 
 
-# Counts the orders that large splits have had. A checkpoint says which one its run drew from.
+# The version of the order of large splits. A checkpoint says which one its run uses.
 ORDER = 2
-LARGEST_TABLE = 1 << 16  # indices that are shuffled as a table; of more, each is computed when it is needed
+# the most indices that are shuffled as a table; above, each index is computed when it is needed
+LARGEST_TABLE = 1 << 16
 
 
 def order_changed(split: Any) -> bool:
-    """Whether the order of this split is another one under another `ORDER`: it is a large one."""
+    """Whether the order of this split depends on the version `ORDER`: only large splits do."""
     if reads_state(split):
         return False
     if splits := getattr(split, "splits", None):  # a mixture orders each of its parts
@@ -124,9 +157,9 @@ def order_changed(split: Any) -> bool:
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """The indices below n at these positions of an endless order, in which each epoch of n is another permutation.
+    """The indices below n at `positions` of an endless order: each epoch of n is a new permutation.
 
-    A pure function of (seed, position): each index comes exactly once an epoch.
+    A pure function of (seed, position). Each index comes exactly once in an epoch.
     """
     positions = np.asarray(positions)
     epochs = positions // n
@@ -148,11 +181,12 @@ def _permutation(n: int, seed: tuple[int, ...]) -> np.ndarray:
 
 
 def scattered(indices: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Where a pseudo-random permutation of range(n) has these indices: a Feistel network of ten rounds, without a table.
+    """The images of `indices` under a pseudo-random permutation of range(n), without a table.
 
-    The network permutes the numbers that have as many bits as n - 1. A result that is not below n goes through it again, until
-    it is ("cycle walking": Black and Rogaway 2002, section 4). grain's own shuffle is not used. Of 65,537 indices it gives
-    some twice and others never, and beyond that, places that are near each other have correlated indices.
+    A Feistel network of ten rounds permutes the numbers that have as many bits as n - 1. A result
+    that is not below n goes through it again, until it is ("cycle walking": Black and Rogaway 2002,
+    section 4). grain's own shuffle is not used: of 65,537 indices it gives some twice and others
+    never, and of more, neighbouring positions have correlated indices.
     """
     bits = max((n - 1).bit_length(), 2)
     low_bits = np.uint64(bits // 2)
@@ -172,21 +206,29 @@ def scattered(indices: np.ndarray, n: int, seed: tuple[int, ...]) -> np.ndarray:
 
 
 def _mixed_bits(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """64 bits that depend on each bit of a value and of the key: the finalizer of SplitMix64 (Steele et al. 2014)."""
-    values = values + key  # unsigned arrays wrap round
+    """A 64-bit hash of values and key: the finalizer of SplitMix64 (Steele et al. 2014)."""
+    values = values + key  # unsigned arithmetic wraps around
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 class ValidationBatches:
-    """The split once, in order, as batches [B, ...]. Rows of weight 0 fill the last batch. `rows` as in `batches`.
+    """One pass over the split in order, as batches [B, ...]. Rows of weight 0 fill the last batch.
 
-    Weights are [B, ...], of tokens or of examples. `examples`: only the first `examples` of the split.
+    Weights are [B, ...], one for each token or example. `rows` as in `batches`. `examples`: only
+    this many from the beginning of the split.
     """
 
-    def __init__(self, split: Any, batch_size: int, rows: np.ndarray | None = None, examples: int | None = None):
-        self.split, self.batch_size = split, batch_size
+    def __init__(
+        self,
+        split: Any,
+        batch_size: int,
+        rows: np.ndarray | None = None,
+        examples: int | None = None,
+    ):
+        self.split = split
+        self.batch_size = batch_size
         self.examples = len(split) if examples is None else min(examples, len(split))
         self.rows = np.arange(batch_size) if rows is None else rows
 
@@ -199,27 +241,34 @@ class ValidationBatches:
         if "weights" not in batch:
             names = ", ".join(map(repr, batch))
             advice = "give each example `weights`: 1.0, or 0.0 for what no score counts"
-            raise ConfigError(f"data: an example of the validation split has {names}, and no 'weights'; {advice}")
+            raise ConfigError(
+                f"data: an example of the validation split has {names}, and no 'weights'; {advice}"
+            )
         weights = np.asarray(batch["weights"])
         is_example = (indices < self.examples).reshape(-1, *(1,) * (weights.ndim - 1))
         return batch | {"weights": np.where(is_example, weights, 0).astype(np.float32)}
 
 
 class BadBatch(RuntimeError):
-    """A batch could not be made. The message names the batch and the example; the cause is the source's error."""
+    """A batch could not be made. The message names batch and example; the cause is the error."""
 
 
 def _with_place(place: str, error: BaseException) -> Exception:
-    """The error with its place in front. A ConfigError stays one, because it is shown as a line, without its traceback."""
+    """A BadBatch whose message begins with `place`.
+
+    A ConfigError stays a ConfigError: the user sees it as one line, without a traceback.
+    """
     if isinstance(error, ConfigError):
         return ConfigError(f"{place}: {error}")
-    return BadBatch(f"{place}: {error}" if isinstance(error, BadBatch) else f"{place}: {type(error).__name__}: {error}")
+    if isinstance(error, BadBatch):
+        return BadBatch(f"{place}: {error}")
+    return BadBatch(f"{place}: {type(error).__name__}: {error}")
 
 
 def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
     """The examples at `indices` as one batch, by the split's `take_rows` if it has one.
 
-    An error names the first example that cannot be read alone, or else all of them.
+    An error names the first example that cannot be read alone, or all if each one can.
     """
     try:
         return _take_rows(split, indices)
@@ -248,33 +297,40 @@ def _take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
 def unigram_entropy(dataset: sources.Dataset) -> float | None:
     """-sum_v q(v) ln p(v) in nats per token: the best loss of a model that ignores its context.
 
-    q are validation frequencies, p are training frequencies with add-one smoothing. None if the splits have no `tokens`. Of
-    more than 2^28 tokens, evenly spaced pieces are counted.
+    q are validation frequencies; p are training frequencies with add-one smoothing. None if the
+    splits have no `tokens`. Of more than 2^28 tokens, evenly spaced pieces are counted.
     """
     size = dataset.vocab_size
     if not size or not (hasattr(dataset.train, "tokens") and hasattr(dataset.validation, "tokens")):
         return None
-    train, validation = (_token_counts(split.tokens, size) for split in (dataset.train, dataset.validation))
+    train, validation = (
+        _token_counts(split.tokens, size) for split in (dataset.train, dataset.validation)
+    )
     log_probability = np.log((train + 1) / (train.sum() + size))
     return float(-(validation @ log_probability) / validation.sum())
 
 
 def _token_counts(tokens: Any, vocab_size: int, piece: int = 1 << 22) -> np.ndarray:
-    """Counts all tokens but the first, which nobody predicts, in pieces: bincount copies a piece to 8-byte integers."""
-    counts, starts = np.zeros(vocab_size), range(1, len(tokens), piece)
+    """The count [V] of each token, without the first token, which is never a label."""
+    # in pieces, because bincount copies its input to 8-byte integers
+    counts = np.zeros(vocab_size)
+    starts = range(1, len(tokens), piece)
     for start in starts[:: -(-len(starts) // 64)]:
         counts += np.bincount(tokens[start : start + piece], minlength=vocab_size)
     return counts
 
 
 class Prefetch(Iterator, AbstractContextManager):
-    """Iterates over put(get(step)) for start <= step < stop; a thread starts at once and works `depth` steps ahead.
+    """Iterates over put(get(step)) for start <= step < stop, made by a thread `depth` steps ahead.
 
-    An error of `get` or `put` becomes a BadBatch that names the step and has the error as its cause; a ConfigError stays one.
-    `close`, `with` and deletion stop the thread, after the batch that it is making. The program ends only after that, too.
+    The thread starts at once. An error of `get` or `put` becomes a BadBatch that names the step and
+    has the error as its cause; a ConfigError stays a ConfigError. `close`, `with` and deletion stop
+    the thread after the batch that it is making, and the program waits for that batch, too.
     """
 
-    def __init__(self, get: Callable, start: int, stop: int, depth: int = 2, put: Callable | None = None):
+    def __init__(
+        self, get: Callable, start: int, stop: int, depth: int = 2, put: Callable | None = None
+    ):
         pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         make = get if put is None else lambda step: put(get(step))
         self._submitted = ((step, pool.submit(make, step)) for step in range(start, stop))

@@ -1,4 +1,7 @@
-"""Texts and their answers: translation, summaries, questions. Several pairs are packed in a row, or rows have a few lengths."""
+"""Pairs of a text and its answer: translation, summaries, questions.
+
+Rows of a batch hold several packed pairs, or one pair padded to one of a few lengths.
+"""
 
 import hashlib
 import itertools
@@ -12,13 +15,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.data import tokenizers
-from jaxformer.data.records import JSON_LINES, Policy, Problems, has_ending, lines, paths_as_text, records
+from jaxformer.data.records import (
+    JSON_LINES,
+    Policy,
+    Problems,
+    has_ending,
+    lines,
+    paths_as_text,
+    records,
+)
 from jaxformer.data.sources import Dataset, Question, context_length, digests, read_example
 from jaxformer.errors import ConfigError
 
 
 class Pair(NamedTuple):
-    """A text and its answer; where they stand, for messages."""
+    """A text and its answer, with their place for messages."""
 
     place: str
     source: str
@@ -26,7 +37,10 @@ class Pair(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A pair as a model reads it: int arrays [t], and the tokens of an encoder [s], which are none for a decoder alone."""
+    """A pair as a model reads it: int arrays [t], and the tokens of the encoder [s].
+
+    For a decoder-only model s = 0.
+    """
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -36,62 +50,92 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Several pairs in a batch row, one after another; each sees only itself. The rows are planned in advance.
+    """Several pairs in a batch row, one after another; a token attends only within its pair.
 
-    Pairs are taken in a random order. Each goes into the first of `open_rows` that is long enough.
+    The rows are planned in advance: pairs are taken in a random order, and each goes into the first
+    of `open_rows` rows with enough free tokens.
     """
 
-    open_rows: int = 64  # rows that are filled at a time
+    open_rows: int = 64  # rows that are filled at the same time
 
     def __post_init__(self):
         if self.open_rows < 1:
             raise ConfigError(f"data: Packed(open_rows={self.open_rows}): must be at least 1")
 
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
-        members: list[list[int]] = []
-        open_rows: list[tuple[int, list[int]]] = []  # (number, free tokens of the source and of the target)
-        for pair in np.random.default_rng(0).permutation(len(examples)).tolist():
-            s, t = len(examples[pair].source), len(examples[pair].tokens)
-            open_row = next(((row, free) for row, free in open_rows if s <= free[0] and t <= free[1]), None)
-            if open_row is None:
-                open_row = len(members), list(lengths)
-                members.append([])
-                open_rows = [*open_rows, open_row][-self.open_rows :]
-            row, free = open_row
-            members[row].append(pair)
-            free[:] = free[0] - s, free[1] - t
-        return Rows(examples, members, [lengths])
+        rows: list[_PackedRow] = []
+        open_rows: list[_PackedRow] = []
+        for number in np.random.default_rng(0).permutation(len(examples)).tolist():
+            example = examples[number]
+            row = next((row for row in open_rows if row.has_space(example)), None)
+            if row is None:
+                row = _PackedRow([], *lengths)
+                rows.append(row)
+                open_rows = [*open_rows, row][-self.open_rows :]
+            row.add(number, example)
+        return Rows(examples, [row.members for row in rows], [lengths])
+
+
+@dataclass
+class _PackedRow:
+    """A row while it is filled."""
+
+    members: list[int]  # numbers of its examples
+    free_source: int  # tokens
+    free_target: int
+
+    def has_space(self, example: Example) -> bool:
+        return len(example.source) <= self.free_source and len(example.tokens) <= self.free_target
+
+    def add(self, number: int, example: Example) -> None:
+        self.members.append(number)
+        self.free_source -= len(example.source)
+        self.free_target -= len(example.tokens)
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """One pair in a batch row; a batch holds pairs of about one length, padded to the first of `lengths` that fits all.
+    """One pair in a batch row; a batch holds pairs of similar length, padded to one of `lengths`.
 
-    The model's own lengths are always among them. A program is compiled for each length.
+    It is the first that fits all pairs. The model's own lengths are always among them. A program is
+    compiled for each length.
     """
 
     lengths: tuple[int, ...] = (16, 32, 64)  # tokens of a source and of a target
 
     def __call__(self, examples: Sequence[Example], lengths: tuple[int, int]) -> "Rows":
-        shapes = [(min(n, lengths[0]), min(n, lengths[1])) for n in sorted(self.lengths) if n < max(lengths)] + [lengths]
-        sizes = [(len(example.source), len(example.tokens)) for example in examples]
-        kinds = np.array([next(i for i, (S, T) in enumerate(shapes) if s <= S and t <= T) for s, t in sizes])
-        groups = [group for i in range(len(shapes)) if len(group := np.flatnonzero(kinds == i))]
-        return Rows(examples, [[number] for number in range(len(examples))], shapes, batch_indices=partial(Batches, groups))
+        shorter = [n for n in sorted(self.lengths) if n < max(lengths)]
+        shapes = [(min(n, lengths[0]), min(n, lengths[1])) for n in shorter] + [lengths]
+        groups: list[list[int]] = [[] for _ in shapes]
+        for number, example in enumerate(examples):
+            shape = _first_shape(shapes, len(example.source), len(example.tokens))
+            groups[shapes.index(shape)].append(number)
+        members = [[number] for number in range(len(examples))]
+        indices = [np.array(group) for group in groups if group]
+        return Rows(examples, members, shapes, batch_indices=partial(Batches, indices))
+
+
+def _first_shape(
+    shapes: Sequence[tuple[int, int]], source_length: int, target_length: int
+) -> tuple[int, int]:
+    """The first shape (source length, target length) that is long enough."""
+    return next((S, T) for S, T in shapes if source_length <= S and target_length <= T)
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of pairs, each of the first of `shapes` (source length, target length) that holds it.
+    """Rows of pairs. A batch has the first of `shapes` (source length, target length) that fits.
 
-    Arrays: tokens, labels, segment_ids int32 [B, T], weights float32 [B, T]; source, source_segment_ids int32 [B, S].
+    Arrays: tokens, labels and segment_ids int32 [B, T], weights float32 [B, T]; source and
+    source_segment_ids int32 [B, S].
     """
 
     examples: Sequence[Example]
     members: list[list[int]]  # the pairs of each row
     shapes: list[tuple[int, int]]  # the smallest first
     questions: Sequence[Question] = ()
-    batch_indices: Callable | None = None  # (seed, batch_size) -> [step] -> rows of one shape; None: any rows
+    # (seed, batch_size) -> [step] -> rows of one shape; None: any rows
+    batch_indices: Callable | None = None
     __getitem__ = read_example
 
     def __len__(self) -> int:
@@ -101,15 +145,19 @@ class Rows:
         """The rows at `indices`, padded with zeros to the first shape that holds all of them."""
         S, T = self.shape(indices)
         batch: dict[str, np.ndarray] = {"weights": np.zeros((len(indices), T), np.float32)}
-        batch |= {name: np.zeros((len(indices), T), np.int32) for name in ("tokens", "labels", "segment_ids")}
-        batch |= {name: np.zeros((len(indices), S), np.int32) for name in ("source", "source_segment_ids") if S}
+        for name in ("tokens", "labels", "segment_ids"):
+            batch[name] = np.zeros((len(indices), T), np.int32)
+        if S:
+            for name in ("source", "source_segment_ids"):
+                batch[name] = np.zeros((len(indices), S), np.int32)
         for row, index in enumerate(indices):
             begin = source_begin = 0
             for segment, number in enumerate(self.members[index], 1):
                 example = self.examples[number]
                 columns = slice(begin, begin + len(example.tokens))
                 source_columns = slice(source_begin, source_begin + len(example.source))
-                begin, source_begin = columns.stop, source_columns.stop
+                begin = columns.stop
+                source_begin = source_columns.stop
                 for name in ("tokens", "labels", "weights"):
                     batch[name][row, columns] = getattr(example, name)
                 batch["segment_ids"][row, columns] = segment
@@ -120,24 +168,35 @@ class Rows:
 
     def shape(self, indices: Iterable) -> tuple[int, int]:
         """The first shape (source length, target length) that holds the rows."""
-        sizes = [[(len(self.examples[i].source), len(self.examples[i].tokens)) for i in self.members[row]] for row in indices]
-        s, t = np.max([np.sum(row, axis=0) for row in sizes], axis=0)
-        return next((S, T) for S, T in self.shapes if s <= S and t <= T)
+        sizes = [
+            [
+                (len(self.examples[i].source), len(self.examples[i].tokens))
+                for i in self.members[row]
+            ]
+            for row in indices
+        ]
+        source_length, target_length = np.max(
+            [np.sum(row, axis=0) for row in sizes], axis=0
+        ).tolist()
+        return _first_shape(self.shapes, source_length, target_length)
 
     def padding(self) -> float:
         """The share of padding in the rows, of sources and targets together."""
         capacity = sum(sum(self.shape([row])) for row in range(len(self)))
-        return 1 - sum(len(example.source) + len(example.tokens) for example in self.examples) / capacity
+        used = sum(len(example.source) + len(example.tokens) for example in self.examples)
+        return 1 - used / capacity
 
 
 class Batches:
-    """[step] -> row indices of one group, a function of (seed, step): `groups` are the rows of each shape.
+    """[step] -> row indices of one group, a function of (seed, step).
 
-    In an epoch each group is shuffled and cut into batches, the last one filled from its beginning; then all are shuffled.
+    `groups` are the rows of each shape. In an epoch each group is shuffled and cut into batches;
+    its last batch is filled from its beginning. Then all batches are shuffled.
     """
 
     def __init__(self, groups: Sequence[np.ndarray], seed: int, batch_size: int):
-        self.groups, self.seed = groups, seed
+        self.groups = groups
+        self.seed = seed
         self.shapes = [(-(-len(group) // batch_size), batch_size) for group in groups]
         self.count = sum(count for count, _ in self.shapes)
         self._epoch = (-1, np.zeros((0, batch_size), int))
@@ -146,27 +205,35 @@ class Batches:
         epoch, index = divmod(step, self.count)
         if self._epoch[0] != epoch:
             rng = np.random.default_rng((self.seed, epoch))
-            batches = [np.resize(rng.permutation(group), shape) for group, shape in zip(self.groups, self.shapes, strict=True)]
+            batches = [
+                np.resize(rng.permutation(group), shape)
+                for group, shape in zip(self.groups, self.shapes, strict=True)
+            ]
             self._epoch = epoch, rng.permutation(np.concatenate(batches))
         return self._epoch[1][index]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs from two files of lines, `train`.SOURCE and `train`.TARGET (.gz too), or fields of what `data.records` reads.
+    """Pairs from two files of lines, `train`.SOURCE and `train`.TARGET, or from fields of records.
 
-    Source and target share a vocabulary, learned from the training pairs. Every text ends with the tokenizer's `end_of_text`.
-    In an encoder-decoder the decoder reads `start` first, which must be the token that a model was trained with if it is
-    trained on: T5 and Marian begin with the padding token (`decoder_start_token_id` of their config.json: 0 for T5), BART and
-    fairseq with the end of a text, the default. A decoder alone has no such token: it reads source and target as one text, of
-    which the target is learned.
+    Files of lines may end in .gz; `data.records` says which files have records. Source and target
+    share a vocabulary, learned from the training pairs. Every text ends with the tokenizer's
+    `end_of_text`.
+
+    In an encoder-decoder the decoder reads `start` first. To train a pretrained model further, give
+    the token that it was trained with: T5 and Marian begin with the padding token
+    (`decoder_start_token_id` of their config.json: 0 for T5), BART and fairseq with the end of a
+    text, the default. A decoder-only model has no such token: it reads source and target as one
+    text, and only the target has weight.
     """
 
-    train: str  # of files of lines the path without the ending
-    validation: str  # the same of validation pairs
-    source: str = "source"  # the ending of the file of sources, or the field
-    target: str = "target"  # the same of targets
-    tokenizer: str = "bpe"  # bytes, characters, bpe, or a tokenizer.json: its path, folder or Hugging Face name
+    train: str  # file of records, or path of two files of lines without the ending
+    validation: str  # the same for validation pairs
+    source: str = "source"  # ending of the file of sources, or field of the source
+    target: str = "target"  # ending of the file of targets, or field of the target
+    # bytes, characters, bpe, or a tokenizer.json: its path, folder or Hugging Face name
+    tokenizer: str = "bpe"
     vocab_size: int | None = 8000  # bpe only
     rows: Callable = Packed()  # (examples, (S, T)) -> Rows for training: Packed or Buckets
     bad_rows: Policy = "error"  # rows that are empty, damaged or longer than the context
@@ -177,91 +244,141 @@ class Pairs:
 
     def open(self, model: Any) -> Dataset:
         problems = Problems(self.bad_rows)
-        train, validation = (list(self._pairs(os.path.expanduser(path), problems)) for path in (self.train, self.validation))
+        train, validation = (
+            list(self._pairs(os.path.expanduser(path), problems))
+            for path in (self.train, self.validation)
+        )
         texts = itertools.chain.from_iterable(pair[1:] for pair in train)
         tokenizer = tokenizers.by_name(self.tokenizer, self.vocab_size, texts)
         name = f"{self.train} ({self.source}-{self.target})"
-        return open_pairs(train, validation, tokenizer, model, self.rows, problems, name, self.start)
+        return open_pairs(
+            train, validation, tokenizer, model, self.rows, problems, name, self.start
+        )
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
-        """A text as a model that was trained on these pairs is asked for its answer."""
+        """The question that asks a model trained on these pairs for the answer to a text."""
         return question(model, tokenizer, text, reference, self.start)
 
     def _pairs(self, path: str, problems: Problems) -> Iterator[Pair]:
         texts = self._lines(path, problems)
         if path.startswith("hf:") or has_ending(path, *JSON_LINES, ".parquet"):
-            texts = ((place, *values) for place, values in records(path, (self.source, self.target), problems))
+            texts = (
+                (place, *values)
+                for place, values in records(path, (self.source, self.target), problems)
+            )
         for place, source, target in texts:
             if not (isinstance(source, str) and isinstance(target, str)):
-                problems.add(place, "no text", f" but {type(source).__name__} and {type(target).__name__}")
+                problems.add(
+                    place, "no text", f" but {type(source).__name__} and {type(target).__name__}"
+                )
             elif source.strip() and target.strip():
                 yield Pair(place, source.strip(), target.strip())
             else:
                 problems.add(place, "empty")
 
     def _lines(self, path: str, problems: Problems) -> Iterator[tuple[str, str, str]]:
-        files = [f"{path}.{ending}" for ending in (self.source, self.target)]
-        files = [file if Path(file).exists() else f"{file}.gz" if Path(f"{file}.gz").exists() else file for file in files]
+        files = [_or_compressed(f"{path}.{ending}") for ending in (self.source, self.target)]
         texts = (lines(file, problems) for file in files)
         for (place, source), (other, target) in itertools.zip_longest(*texts, fillvalue=("", None)):
             if not (place and other):
-                problems.add(place or other, "no line beside it", f" in {files[1] if place else files[0]}")
+                problems.add(
+                    place or other, "no line beside it", f" in {files[1] if place else files[0]}"
+                )
             elif source is not None and target is not None:
                 yield place, source, target
 
 
+def _or_compressed(file: str) -> str:
+    """The file, or FILE.gz if only that exists."""
+    if not Path(file).exists() and Path(f"{file}.gz").exists():
+        return f"{file}.gz"
+    return file
+
+
 def open_pairs(
-    train: Sequence[Pair], validation: Sequence[Pair], tokenizer: Any, model: Any, rows: Callable = Packed(),
-    problems: Problems | None = None, name: str = "pairs", start: int | None = None,
-) -> Dataset:  # fmt: skip
-    """A data set of pairs that are in memory; `start` as in `Pairs`. Raises ConfigError where no pair of a split fits."""
+    train: Sequence[Pair],
+    validation: Sequence[Pair],
+    tokenizer: Any,
+    model: Any,
+    rows: Callable = Packed(),
+    problems: Problems | None = None,
+    name: str = "pairs",
+    start: int | None = None,
+) -> Dataset:
+    """The data set of pairs in memory; `start` as in `Pairs`.
+
+    Raises ConfigError if no pair of a split fits the model.
+    """
     problems = problems or Problems()
-    encoder, T = getattr(model, "encoder", None), context_length(model)
-    lengths = (0 if encoder is None else encoder.context_length, T)
+    encoder = getattr(model, "encoder", None)
+    lengths = (0 if encoder is None else encoder.context_length, context_length(model))
     if tokenizer.end_of_text is None:
         raise ConfigError(
-            f"data: {name}: the tokenizer has no token that ends a text; one of {', '.join(tokenizers.ENDS)} is needed"
+            f"data: {name}: the tokenizer has no token that ends a text; "
+            f"one of {', '.join(tokenizers.ENDS)} is needed"
         )
     size = max(tokenizer.vocab_size, tokenizer.end_of_text + 1, -1 if start is None else start + 1)
     if start is not None and (start < 0 or encoder is None):
-        raise ConfigError(f"data.start={start}: expected the id of a token, and a model with an encoder; or None")
+        raise ConfigError(
+            f"data.start={start}: expected the id of a token, and a model with an encoder; or None"
+        )
     splits = []
     for split_name, pairs in (("training", train), ("validation", validation)):
         splits.append(list(_encode(pairs, tokenizer, lengths, problems, start)))
         if not splits[-1]:
-            raise ConfigError(f"data: {name}: no {split_name} pair fits the model's {lengths} tokens{problems}")
+            raise ConfigError(
+                f"data: {name}: no {split_name} pair fits the model's {lengths} tokens{problems}"
+            )
     train_examples, validation_examples = ([example for _, example in split] for split in splits)
-    train_rows, packed = rows(train_examples, lengths), Packed()(validation_examples, lengths)
-    questions = [question(model, tokenizer, pair.source, pair.target, start) for pair, _ in splits[1]]
+    train_rows = rows(train_examples, lengths)
+    validation_rows = Packed()(validation_examples, lengths)
+    questions = [
+        question(model, tokenizer, pair.source, pair.target, start) for pair, _ in splits[1]
+    ]
 
     def digest(of_tokenizer: str) -> str:
         content = hashlib.sha256(f"{of_tokenizer} {lengths}".encode())
         for example in train_examples + validation_examples:
-            content.update(example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes())
+            content.update(
+                example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes()
+            )
         return content.hexdigest()
 
     tokens = sum(int(example.weights.sum()) for example in train_examples)
     return Dataset(
-        train=train_rows, validation=replace(packed, questions=questions), **digests(tokenizer, digest),
-        vocab_size=size, tokenizer=tokenizer,
-        description=f"{name}: {len(train_examples):,} training and {len(validation_examples):,} validation pairs, "
-        f"{tokens:,} target tokens, vocabulary {tokenizer.vocab_size:,}; {len(train_rows):,} rows, "
+        train=train_rows,
+        validation=replace(validation_rows, questions=questions),
+        **digests(tokenizer, digest),
+        vocab_size=size,
+        tokenizer=tokenizer,
+        description=f"{name}: {len(train_examples):,} training and "
+        f"{len(validation_examples):,} validation pairs, {tokens:,} target tokens, "
+        f"vocabulary {tokenizer.vocab_size:,}; {len(train_rows):,} rows, "
         f"{train_rows.padding():.1%} padding{problems}",
-    )  # fmt: skip
+    )
 
 
-def question(model: Any, tokenizer: Any, text: str, reference: str = "", start: int | None = None) -> Question:
-    """A text as a model that was trained on pairs is asked for its answer."""
+def question(
+    model: Any, tokenizer: Any, text: str, reference: str = "", start: int | None = None
+) -> Question:
+    """The question that asks a model trained on pairs for the answer to a text."""
     source = [*tokenizer.encode(text), tokenizer.end_of_text]
     start = tokenizer.end_of_text if start is None else start
-    return Question([start], reference, source) if hasattr(model, "encoder") else Question(source, reference)
+    if hasattr(model, "encoder"):
+        return Question([start], reference, source)
+    return Question(source, reference)
 
 
-def _token_pairs(pairs: Sequence[Pair], tokenizer: Any, problems: Problems) -> Iterator[tuple[Pair, np.ndarray, np.ndarray]]:
-    """(pair, tokens of its source, tokens of its target). A character that the training texts do not have is a problem."""
+def _token_pairs(
+    pairs: Sequence[Pair], tokenizer: Any, problems: Problems
+) -> Iterator[tuple[Pair, np.ndarray, np.ndarray]]:
+    """(pair, tokens of its source, tokens of its target) of each pair.
+
+    A text that the tokenizer cannot encode is a problem: a character outside the training texts.
+    """
     try:
         texts = [tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (1, 2)]
-    except ConfigError:  # of one of them, which is looked for below
+    except ConfigError:  # one of the texts failed; it is found below
         texts = None
     if texts is not None:
         yield from zip(pairs, *texts, strict=True)
@@ -276,18 +393,33 @@ def _token_pairs(pairs: Sequence[Pair], tokenizer: Any, problems: Problems) -> I
 
 
 def _encode(
-    pairs: Sequence[Pair], tokenizer: Any, lengths: tuple[int, int], problems: Problems, start: int | None
+    pairs: Sequence[Pair],
+    tokenizer: Any,
+    lengths: tuple[int, int],
+    problems: Problems,
+    start: int | None,
 ) -> Iterator[tuple[Pair, Example]]:
-    end, one_text = np.array([tokenizer.end_of_text], np.int32), lengths[0] == 0
+    """(pair, example) of each pair that fits `lengths` (source, target); others are problems."""
+    end = np.array([tokenizer.end_of_text], np.int32)
     front = end if start is None else np.array([start], np.int32)
+    has_encoder = lengths[0] > 0
     for pair, source, target in _token_pairs(pairs, tokenizer, problems):
-        source, labels = np.concatenate([source, end]), np.concatenate([target, end])
-        text = np.concatenate([source if one_text else front, labels])
-        weights = (np.arange(len(text) - 1) >= (len(source) - 1 if one_text else 0)).astype(np.int32)
-        example = Example(text[:-1], text[1:], weights, source[:0] if one_text else source)
-        for name, tokens, limit in (("source", example.source, lengths[0]), ("target", example.tokens, lengths[1])):
+        source = np.concatenate([source, end])
+        target = np.concatenate([target, end])
+        text = np.concatenate([front if has_encoder else source, target])
+        unlearned = 0 if has_encoder else len(source) - 1  # labels of the source
+        weights = (np.arange(len(text) - 1) >= unlearned).astype(np.int32)
+        example = Example(text[:-1], text[1:], weights, source if has_encoder else source[:0])
+        for name, tokens, limit in (
+            ("source", example.source, lengths[0]),
+            ("target", example.tokens, lengths[1]),
+        ):
             if len(tokens) > limit:
-                problems.add(pair.place, f"{name} longer than the model's {limit} tokens", f" ({len(tokens)})")
+                problems.add(
+                    pair.place,
+                    f"{name} longer than the model's {limit} tokens",
+                    f" ({len(tokens)})",
+                )
                 break
         else:
             yield pair, example

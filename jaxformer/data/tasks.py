@@ -31,7 +31,8 @@ class _Rewrite:
     seed: int = 0  # of the examples
 
     def open(self, model: Any) -> Dataset:
-        return open_task(self, context_length(model))  # pyrefly: ignore[bad-argument-type]  (self is a subclass)
+        # pyrefly: ignore[bad-argument-type]  (self is a subclass)
+        return open_task(self, context_length(model))
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class Sort(_Rewrite):
 
 @dataclass(frozen=True)
 class Recall:
-    """Multi-query associative recall (Arora et al. 2023): k1 v1 ... kn vn, then the n = `length` keys in random order.
+    """Multi-query associative recall (Arora et al. 2023): k1 v1 ... kn vn, then the keys shuffled.
 
-    T = 3 length. The last n labels are the values of the keys and have weight 1; all others have weight 0. Keys are
-    distinct ids of the lower half, values are ids of the upper half. Causal and bidirectional models can learn it.
+    n = `length`, T = 3 n. The last n labels are the values of the keys and have weight 1; all
+    others have weight 0. Keys are distinct ids of the lower half of the vocabulary, values are ids
+    of the upper half. Causal and bidirectional models can learn it.
     """
 
     vocab_size: int = 32  # half of them keys, half values
@@ -71,7 +73,10 @@ Task = Reverse | Copy | Sort | Recall
 
 
 def example(config: Task, split: int, index: int) -> np.ndarray:
-    """Tokens, labels, weights and, for a pair, source: int32 [3 or 4, T]. Split 0 is training, 1 validation."""
+    """Tokens, labels, weights and, for a pair, source: int32 [3 or 4, T].
+
+    `split` 0 is training, 1 is validation.
+    """
     rng = np.random.default_rng((config.seed, split, index))
     if isinstance(config, Recall):
         half = config.vocab_size // 2
@@ -79,25 +84,30 @@ def example(config: Task, split: int, index: int) -> np.ndarray:
         values = rng.integers(half, config.vocab_size, size=config.length)
         order = rng.permutation(config.length)
         pairs = np.stack([keys, values], axis=1).reshape(-1)
-        tokens, labels = np.concatenate([pairs, keys[order]]), np.concatenate([pairs, values[order]])
+        tokens = np.concatenate([pairs, keys[order]])
+        labels = np.concatenate([pairs, values[order]])
         return np.stack([tokens, labels, np.arange(len(tokens)) >= len(pairs)]).astype(np.int32)
     x = rng.integers(0, config.vocab_size, size=config.length)
     y = np.sort(x) if isinstance(config, Sort) else x[::-1] if isinstance(config, Reverse) else x
     if config.form == "aligned":
         return np.stack([x, y, np.ones_like(x)]).astype(np.int32)
     if config.form == "pair":
-        return np.stack([np.concatenate([[config.vocab_size], y[:-1]]), y, np.ones_like(x), x]).astype(np.int32)
+        tokens = np.concatenate([[config.vocab_size], y[:-1]])
+        return np.stack([tokens, y, np.ones_like(x), x]).astype(np.int32)
     sequence = np.concatenate([x, [config.vocab_size], y])
-    return np.stack([sequence[:-1], sequence[1:], np.arange(len(sequence) - 1) >= config.length]).astype(np.int32)
+    weights = np.arange(len(sequence) - 1) >= config.length
+    return np.stack([sequence[:-1], sequence[1:], weights]).astype(np.int32)
 
 
 class Examples:
-    """`length` examples of one split of a task: tokens, labels and source int32 [T], weights float32 [T]."""
+    """`length` examples of one split: tokens, labels, source int32 [T], weights float32 [T]."""
 
     def __init__(self, config: Task, split: int, length: int):
         self._length = length
         # A new generator costs more than the rest of an example, so examples are cached.
-        self._example = functools.lru_cache(maxsize=1 << 14)(functools.partial(example, config, split))
+        self._example = functools.lru_cache(maxsize=1 << 14)(
+            functools.partial(example, config, split)
+        )
 
     def __len__(self) -> int:
         return self._length
@@ -108,23 +118,39 @@ class Examples:
         return arrays | {"source": source[0]} if source else arrays
 
 
+# the smallest value of each field
+LEAST = {"vocab_size": 2, "length": 1, "examples": 1, "validation_examples": 1, "seed": 0}
+
+
 def open_task(config: Task, limit: int) -> Dataset:
-    """Raises ConfigError for impossible sizes and for examples longer than `limit` tokens."""
-    for name, least in {"vocab_size": 2, "length": 1, "examples": 1, "validation_examples": 1, "seed": 0}.items():
+    """The data set of a task.
+
+    Raises ConfigError for impossible sizes and for examples longer than `limit` tokens.
+    """
+    for name, least in LEAST.items():
         if getattr(config, name) < least:
-            raise ConfigError(f"data.{name}: {getattr(config, name)} is too small; at least {least}")
+            raise ConfigError(
+                f"data.{name}: {getattr(config, name)} is too small; at least {least}"
+            )
     if isinstance(config, Recall) and config.length > config.vocab_size // 2:
-        raise ConfigError(f"data.vocab_size: {config.length} distinct keys need at least {2 * config.length}")
-    train, validation = Examples(config, 0, config.examples), Examples(config, 1, config.validation_examples)
+        raise ConfigError(
+            f"data.vocab_size: {config.length} distinct keys need at least {2 * config.length}"
+        )
+    train = Examples(config, 0, config.examples)
+    validation = Examples(config, 1, config.validation_examples)
     length = len(train[0]["tokens"])
     if length > limit:
-        problem = f"data.length: an example of {config} is {length} tokens, longer than the context of {limit}"
+        problem = (
+            f"data.length: an example of {config} is {length} tokens, "
+            f"longer than the context of {limit}"
+        )
         raise ConfigError(f"{problem}; lower data.length or raise the context to {length}")
-    # The digest includes examples because another NumPy version may draw other numbers from the same seed.
+    # The digest includes examples: another NumPy version may draw other numbers from the same seed.
     content = [example(config, split, index).tobytes() for split in (0, 1) for index in range(16)]
     return Dataset(
-        train=train, validation=validation,
+        train=train,
+        validation=validation,
         vocab_size=config.vocab_size + (getattr(config, "form", None) in ("causal", "pair")),
         digest=hashlib.sha256(repr(config).encode() + b"".join(content)).hexdigest(),
         description=f"{config}: {length} tokens an example",
-    )  # fmt: skip
+    )

@@ -1,4 +1,4 @@
-"""The documents of a file, a folder, a pattern or a data set of the hub, in parts that processes read side by side."""
+"""Documents of a file, folder, glob or Hugging Face data set, in parts to read in parallel."""
 
 import glob
 import os
@@ -19,17 +19,21 @@ from jaxformer.data.records import (
 )
 from jaxformer.errors import ConfigError
 
-ROWS = (*JSON_LINES, ".parquet")  # every other file is one text
+ROWS = (*JSON_LINES, ".parquet")  # files of rows; every other file is one text
 ENDINGS = (".txt", ".txt.gz", *ROWS)  # the files of a folder that are read
 NO_TEXT = (
-    ".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow", ".feather", ".avro", ".npy", ".npz", ".pkl", ".pdf", ".docx", ".xlsx",
-    ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z",
+    ".csv", ".tsv", ".ndjson", ".jsonlines", ".arrow", ".feather", ".avro", ".npy", ".npz", ".pkl",
+    ".pdf", ".docx", ".xlsx", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z",
 )  # fmt: skip
 PIECE = 1 << 20  # characters of a long text that are encoded at a time
 PART = 1 << 27  # bytes that one process encodes, or after which a stream notes its state
 
 
 def list_files(path: str) -> list[str]:
+    """The sorted files of a file, folder or glob; a Hugging Face data set is one "file".
+
+    Raises ConfigError if there is none, or one of a kind that is not read.
+    """
     if path.startswith("hf:"):
         return [path]
     path = os.path.expanduser(path)
@@ -39,8 +43,13 @@ def list_files(path: str) -> list[str]:
         regular_file(path)
         names = [path] if storage.exists(path) else glob.glob(_escaped(path), recursive=True)
         files = sorted(file for file in names if storage.is_file(file))
-        if bad := [file for file in files if has_ending(file.lower().removesuffix(".gz"), *NO_TEXT)]:
-            advice = "rows are read from .jsonl and .parquet, text from any other file, both also as .gz; convert it"
+        if bad := [
+            file for file in files if has_ending(file.lower().removesuffix(".gz"), *NO_TEXT)
+        ]:
+            advice = (
+                "rows are read from .jsonl and .parquet, text from any other file, "
+                "both also as .gz; convert it"
+            )
             raise ConfigError(f"data.path: {bad[0]} is a kind of file that is not read; {advice}")
     if files:
         return files
@@ -49,12 +58,14 @@ def list_files(path: str) -> list[str]:
 
 
 def _visible(folder: str) -> list[str]:
-    """The files of a folder, in order; without hidden ones, which programs leave for themselves."""
-    return storage.find_files(lambda: glob.glob(f"{glob.escape(folder)}/**", recursive=True), folder)
+    """The sorted files of a folder, without hidden ones, which programs write for themselves."""
+    return storage.find_files(
+        lambda: glob.glob(f"{glob.escape(folder)}/**", recursive=True), folder
+    )
 
 
 def _escaped(pattern: str) -> str:
-    """A glob in which existing folders stay literal, also with [ ] in their names."""
+    """A glob in which the names of existing folders are literal, even with [ ] in them."""
     folder, name = os.path.split(pattern)
     if not folder or folder == pattern:
         return pattern
@@ -62,7 +73,7 @@ def _escaped(pattern: str) -> str:
 
 
 def say_left_out(path: str) -> str:
-    """Says which files of a folder are not read: of none, empty."""
+    """Text that counts the files of a folder that are not read; empty if there are none."""
     path = os.path.expanduser(path)
     if path.startswith("hf:") or not os.path.isdir(path):
         return ""
@@ -71,43 +82,65 @@ def say_left_out(path: str) -> str:
 
 
 def group_parts(path: str, tokenizer: Any = None) -> list[list[tuple[str, int, int | None]]]:
-    """The parts: each a list of stretches (file, start, stop), together about PART bytes, or one shard of a stream.
+    """The parts of the data: lists of (file, start, stop), each of about PART bytes.
 
-    A text is cut where that changes no token of `tokenizer`.
+    A shard of a stream is a part alone. A text is cut only where that changes no token of
+    `tokenizer`.
     """
-    groups, bytes_left = [], 0.0
+    groups = []
+    bytes_left = 0.0
     for file in list_files(path):
         stretches = parts(file, PART)
-        if tokenizer is not None and len(stretches) > 1 and not (file.startswith("hf:") or has_ending(file, *ROWS)):
+        if (
+            tokenizer is not None
+            and len(stretches) > 1
+            and not (file.startswith("hf:") or has_ending(file, *ROWS))
+        ):
             cuts = [_cut_near(file, start, tokenizer) for start, _ in stretches[1:]]
             stretches = [Part(*cut) for cut in zip([0, *cuts], [*cuts, None], strict=True)]
         size = PART if file.startswith("hf:") else os.path.getsize(file) / len(stretches)
         for stretch in stretches:
             if not groups or size > bytes_left:
-                groups, bytes_left = [*groups, []], PART
+                groups.append([])
+                bytes_left = PART
             groups[-1].append((file, *stretch))
             bytes_left -= size
     return groups
 
 
 def _cut_near(file: str, start: int, tokenizer: Any) -> int:
-    """The first line at `start` or behind it that may begin a part; `start` itself if a megabyte has no such line."""
+    """The first line at or after `start` that may begin a part.
+
+    `start` itself if the next megabyte has no such line.
+    """
+    reach = 4 * tokenizers.REACH  # bytes: a character has at most four
     with open(file, "rb") as stream:
-        stream.seek(max(start - 4 * tokenizers.REACH, 0))
-        text_before, text_after = stream.read(min(start, 4 * tokenizers.REACH)), stream.read(1 << 20)
-    data, end = text_before + text_after, len(text_before)
+        stream.seek(max(start - reach, 0))
+        text_before = stream.read(min(start, reach))
+        text_after = stream.read(1 << 20)
+    data = text_before + text_after
+    end = len(text_before)
     while end := data.find(b"\n", end - 1) + 1:
-        sides = data[max(end - 4 * tokenizers.REACH, 0) : end], data[end : end + 4 * tokenizers.REACH]
-        if tokenizer.may_cut(*(side.decode("utf-8", "ignore").replace("\r\n", "\n") for side in sides)):
+        before = data[max(end - reach, 0) : end]
+        after = data[end : end + reach]
+        if tokenizer.may_cut(_as_text(before), _as_text(after)):
             return start - len(text_before) + end
         end += 1
     return start
 
 
+def _as_text(data: bytes) -> str:
+    return data.decode("utf-8", "ignore").replace("\r\n", "\n")
+
+
 def read_documents(
-    group: Sequence[Sequence], field: str, problems: Problems, stream: Stream | None = None, tokenizer: Any = None
+    group: Sequence[Sequence],
+    field: str,
+    problems: Problems,
+    stream: Stream | None = None,
+    tokenizer: Any = None,
 ) -> Iterator[tuple[str, bool, bool]]:
-    """(text, whether it continues the previous text, whether a document ends with it), for a part's stretches."""
+    """(text, whether it continues the previous text, whether it ends a document) of one part."""
     for path, *bounds in group:
         if not path.startswith("hf:") and os.path.getsize(path) == 0:
             problems.add(path, "empty")
@@ -121,12 +154,18 @@ def read_documents(
                     yield text, False, True
 
 
-def _pieces(path: str, part: Part, problems: Problems, tokenizer: Any = None) -> Iterator[tuple[str, bool, bool]]:
-    """A file of text in pieces of about a megabyte, cut where that changes no token. Its line ends become \\n.
+def _pieces(
+    path: str, part: Part, problems: Problems, tokenizer: Any = None
+) -> Iterator[tuple[str, bool, bool]]:
+    """A text file in pieces of about a megabyte, cut where that changes no token.
 
-    A tokenizer that allows no cut gets pieces of sixteen megabytes: it needs some hundred bytes of memory for each character.
+    Line ends become \\n. If a tokenizer allows no cut, the pieces have sixteen megabytes: it needs
+    some hundred bytes of memory for each character.
     """
-    piece, size, limit, continues = [], 0, PIECE, part.start > 0
+    piece: list[str] = []
+    size = 0
+    limit = PIECE
+    continues = part.start > 0
     for _, text in lines(path, problems, part):
         if text is not None:
             piece.append(f"{text}\n")
@@ -139,7 +178,8 @@ def _pieces(path: str, part: Part, problems: Problems, tokenizer: Any = None) ->
             if cut:
                 yield joined[:cut], continues, False
                 continues = True
-            piece, size = [joined[cut:]], len(joined) - cut
+            piece = [joined[cut:]]
+            size = len(joined) - cut
             limit = PIECE if cut else 2 * size
-    if piece or continues:  # a file without a readable line is no document
+    if piece or continues:  # a file without a readable line is not a document
         yield "".join(piece), continues, part.stop is None

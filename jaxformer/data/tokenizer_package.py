@@ -1,7 +1,8 @@
-"""The door to the `tokenizers` package, whose files come from anybody: limits of size and time, and one line for a panic.
+"""The calls of the `tokenizers` package, with limits of size and time, and one line for a panic.
 
-A tokenizer.json holds regular expressions and rules that make a text longer. Both may take any time, and the package ends
-with a panic of Rust, which is no Exception and prints a traceback of its own.
+A tokenizer.json may come from anybody. It holds regular expressions, and rules that make a text
+longer; both may take any time. The package fails with a panic of Rust, which is not an Exception
+and prints a traceback of its own.
 """
 
 import contextlib
@@ -16,12 +17,13 @@ from typing import Any
 
 from jaxformer.errors import ConfigError
 
-LARGEST = 100_000_000  # letters of a file; that of Gemma has 33 million
+LARGEST = 100_000_000  # letters of a file; the one of Gemma has 33 million
 PATTERN = 20_000  # letters of all regular expressions; that of GPT-4o has 500
 PARTS = 1000  # rules; DeepSeek has about ten
-GROWTH = 10_000  # how many times as long its rules may make a text
-SHORT = 100_000  # letters of a text that takes no time
-SECONDS = 60.0  # for any text, and a thousandth for each letter more: other tokenizers read a million a second
+GROWTH = 10_000  # rules may make a text this many times as long
+SHORT = 100_000  # letters of a text that takes almost no time
+# for any text, plus 1/1000 for each letter; an ordinary tokenizer reads a million letters a second
+SECONDS = 60.0
 STAGES = "normalizer", "pre_tokenizer", "post_processor", "decoder"
 
 
@@ -30,36 +32,50 @@ def require_package() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise ConfigError("data.tokenizer: bpe needs the tokenizers package; pip install jaxformer[text]") from None
+        raise ConfigError(
+            "data.tokenizer: bpe needs the tokenizers package; pip install jaxformer[text]"
+        ) from None
     return tokenizers
 
 
 def open_tokenizer(serialized: str) -> Any:
-    """The package's tokenizer of a JSON text. ConfigError beyond a limit; ValueError where the package fails."""
+    """The package's tokenizer of a JSON text.
+
+    Raises ConfigError beyond a limit, and ValueError if the package fails.
+    """
     check(serialized)
     with _panic_as_error():
         return require_package().Tokenizer.from_str(serialized)
 
 
 def encode(tokenizer: Any, texts: list[str]) -> list[Any]:
-    """The package's encodings of texts, without control tokens. It uses all cores. Raises ConfigError where it fails."""
+    """The package's encodings of texts, without control tokens, computed on all cores.
+
+    Raises ConfigError if the package fails.
+    """
     letters = sum(map(len, texts))
     try:
-        return _within_time(lambda: tokenizer.encode_batch_fast(texts, add_special_tokens=False), letters)
+        return _within_time(
+            lambda: tokenizer.encode_batch_fast(texts, add_special_tokens=False), letters
+        )
     except ConfigError:
         raise
-    except Exception as error:  # the package has no class of its own for a text that its vocabulary cannot write
+    except Exception as error:  # the package raises it for a text that its vocabulary cannot write
         problem = f"the tokenizer cannot write a text ({error})"
-        raise ConfigError(f"{problem}; give one with a token for what its vocabulary lacks") from error
+        raise ConfigError(
+            f"{problem}; give one with a token for what its vocabulary lacks"
+        ) from error
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:
-    """The text of tokens, control tokens too. Raises ConfigError where the package fails."""
+    """The text of tokens, with control tokens. Raises ConfigError if the package fails."""
     try:
         with _panic_as_error():
             return tokenizer.decode(ids, skip_special_tokens=False)
     except Exception as error:
-        raise ConfigError(f"the tokenizer cannot read tokens ({error}); give another tokenizer.json") from error
+        raise ConfigError(
+            f"the tokenizer cannot read tokens ({error}); give another tokenizer.json"
+        ) from error
 
 
 def check(serialized: str) -> None:
@@ -68,14 +84,14 @@ def check(serialized: str) -> None:
     if len(serialized) > LARGEST:
         problem = f"has {len(serialized):,} letters; at most {LARGEST:,} are read"
     else:
-        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON the package refuses
+        with contextlib.suppress(ValueError, RecursionError):  # the package refuses invalid JSON
             problem = _excess(json.loads(serialized))
     if problem:
         raise ConfigError(f"tokenizer.json: {problem}; give the file of a tokenizer that you trust")
 
 
 def _excess(state: Any) -> str | None:
-    """What there is too much of in the rules of a tokenizer, in words."""
+    """In words, which limit the rules of a tokenizer exceed; None if they exceed none."""
     if not isinstance(state, dict):
         return None
     rules = [rule for name in STAGES for rule in _objects(state.get(name))]
@@ -84,29 +100,36 @@ def _excess(state: Any) -> str | None:
     patterns = sum(len(rule["Regex"]) for rule in rules if isinstance(rule.get("Regex"), str))
     if patterns > PATTERN:
         return f"its regular expressions have {patterns:,} letters; at most {PATTERN:,} are read"
-    growth = sum(math.log(max(len(rule[name]), 1)) for rule in rules for name in ("content", "prepend", "replacement")
-                 if isinstance(rule.get(name), str))  # fmt: skip
+    growth = 0.0  # the logarithm
+    for rule in rules:
+        for name in ("content", "prepend", "replacement"):
+            if isinstance(rule.get(name), str):
+                growth += math.log(max(len(rule[name]), 1))
     if growth > math.log(GROWTH):
         return f"its rules may make a text {GROWTH:,} times as long"
     return None
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    """All objects in a JSON value, as far as one more than are allowed."""
-    todo, found = [value], []
-    while todo and len(found) <= PARTS:
+    """The objects in a JSON value. It stops after PARTS + 1, one more than allowed."""
+    todo = [value]
+    objects = []
+    while todo and len(objects) <= PARTS:
         value = todo.pop()
         if isinstance(value, dict):
-            found.append(value)
-        children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            objects.append(value)
+            children = value.values()
+        else:
+            children = value if isinstance(value, list) else ()
         todo += [each for each in children if isinstance(each, dict | list)]
-    return found
+    return objects
 
 
 def _within_time(call: Callable[[], Any], letters: int) -> Any:
-    """What a call of the package returns, which leaves Python free meanwhile. So Ctrl-C ends it, and so does a limit.
+    """The result of `call()`. ConfigError if it takes longer than the limit for so long a text.
 
-    Neither a computer that sleeps nor one that is busy with something else counts: both clocks have to pass the limit.
+    The package releases the interpreter lock, so the call runs in a thread, and Ctrl-C works. Both
+    wall time and processor time must pass the limit: a sleeping or busy computer does not count.
     """
     results: list[Any] = []
     problems: list[BaseException] = []
@@ -123,11 +146,16 @@ def _within_time(call: Callable[[], Any], letters: int) -> Any:
     with _quiet(letters):
         thread.start()
         thread.join(limit)
-        while thread.is_alive() and min(time.monotonic() - began[0], time.process_time() - began[1]) < limit:
+        while (
+            thread.is_alive()
+            and min(time.monotonic() - began[0], time.process_time() - began[1]) < limit
+        ):
             thread.join(1.0)
     if thread.is_alive():
         problem = f"the tokenizer needs more than {limit:.0f} s for {letters:,} letters"
-        raise ConfigError(f"{problem}: its regular expressions do not end; give another tokenizer.json")
+        raise ConfigError(
+            f"{problem}: its regular expressions do not end; give another tokenizer.json"
+        )
     for error in problems:
         raise _as_error(error)
     return results[0]
@@ -135,7 +163,7 @@ def _within_time(call: Callable[[], Any], letters: int) -> Any:
 
 @contextlib.contextmanager
 def _panic_as_error() -> Iterator[None]:
-    """Turns a panic of the package, which is no Exception, into a ValueError."""
+    """Turns a panic of the package, which is not an Exception, into a ValueError."""
     with _quiet(0):
         try:
             yield
@@ -149,13 +177,14 @@ def _as_error(error: BaseException) -> BaseException:
 
 
 _lock = threading.Lock()
-_held: list[tuple[int, Any]] = []  # (descriptor of the process's own stderr, file that stands in for it), at most one
-_depth = 0  # how many calls want it held
+# at most one: (descriptor of the process's own stderr, file that replaces it)
+_held: list[tuple[int, Any]] = []
+_depth = 0  # the number of calls that need stderr held
 
 
 @contextlib.contextmanager
 def _quiet(letters: int) -> Iterator[None]:
-    """Drops a panic's own message on stderr while the package reads a short text. Other messages are written afterwards.
+    """Drops the message that a panic writes on stderr. Other messages are written afterwards.
 
     During a long text nothing is held back: messages of other threads should not wait so long.
     """
@@ -170,13 +199,18 @@ def _quiet(letters: int) -> Iterator[None]:
 
 
 def _hold(change: int) -> None:
-    """Turns stderr into a file at the first call that wants it, and back after the last one."""
+    """Redirects stderr to a file for the first call that needs it, and back after the last one.
+
+    `change` is +1 at the beginning of a call, and -1 at its end.
+    """
     global _depth
     with _lock:
         _depth += change
         if _depth == 1 and change == 1:
-            with contextlib.suppress(OSError):  # a program without stderr, or without room for files
-                stderr, file = os.dup(2), tempfile.TemporaryFile()  # noqa: SIM115  (the last call closes it)
+            with contextlib.suppress(OSError):  # no stderr, or no space for files
+                # the last call closes the file
+                stderr = os.dup(2)
+                file = tempfile.TemporaryFile()  # noqa: SIM115
                 os.dup2(file.fileno(), 2)
                 _held.append((stderr, file))
         elif _depth == 0 and _held:

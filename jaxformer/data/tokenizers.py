@@ -1,12 +1,11 @@
 """Text to integers and back: bytes, characters and byte-level byte-pair encoding.
 
-A tokenizer has `encode(str) -> list[int]`, `encode_text(str) -> array`, `decode(ids) -> str`, `vocab_size`, `digest` and
-`save(path)`. `load(path)` reads it again, so a run folder can keep its tokenizer. `end_of_text` is the id that ends a
-document, which no text can hold, or None.
+A tokenizer has `encode(str) -> list[int]`, `encode_text(str) -> array`, `decode(ids) -> str`,
+`vocab_size`, `digest` and `save(path)`. `load(path)` reads it again, so a run folder can keep its
+tokenizer. `end_of_text` is the id that ends a document, or None; no text contains it.
 """
 
 import contextlib
-import copy
 import functools
 import hashlib
 import json
@@ -21,29 +20,33 @@ import numpy as np
 from etils import epath
 
 from jaxformer import config
-from jaxformer.data import tokenizer_package
+from jaxformer.data import tokenizer_json, tokenizer_package
 from jaxformer.errors import ConfigError, package_of
 
 log = logging.getLogger("jaxformer")
 END_OF_TEXT = "<|endoftext|>"
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # of GPT-2, Llama 3, Llama and T5, Gemma, BERT
+# the ends of text of GPT-2, Llama 3, Llama and T5, Gemma, BERT
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 REACH = 256  # characters on each side of a cut that decide whether it changes tokens
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # the text of an id above the vocabulary, which padded vocabularies have
+# the text of an id above the vocabulary, which a padded vocabulary has
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class _Tokenizer:
     """A tokenizer is defined by its JSON state, which is saved to a file and hashed to a digest."""
 
     vocab_size: int
-    end_of_text: int | None = None  # ends a text and is no part of one; of characters, an id above theirs
+    # the id that ends a text and is not part of one; of `Characters`, an id above theirs
+    end_of_text: int | None = None
     state: dict[str, Any]
-    encode_text: Any  # the tokens of a long text, in the narrowest unsigned integer type for the vocabulary
+    # the tokens of a long text, in the narrowest unsigned integer type for the vocabulary
+    encode_text: Any
 
     def encode(self, text: str) -> list[int]:
         return self.encode_text(text).tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The tokens of each of many short texts, int32."""
+        """The tokens, int32, of each of many short texts."""
         return [self.encode_text(text).astype(np.int32) for text in texts]
 
     def id_of(self, token: str) -> int | None:
@@ -51,24 +54,29 @@ class _Tokenizer:
         return None
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
-        """`encode_text` of a piece of a longer text; `continues`: another piece, which `last_cut` ended, is in front of it."""
+        """`encode_text` of a piece of a longer text.
+
+        `continues`: it follows another piece, which `last_cut` ended.
+        """
         return self.encode_text(text)
 
     def may_cut(self, before: str, after: str) -> bool:
-        """Whether a text may be cut behind `before`, which ends with a line, so that no token changes."""
+        """Whether a cut between `before`, which ends with a line, and `after` changes no token."""
         return True
 
     def last_cut(self, text: str) -> int:
-        """The last place where a text may be cut, so that the tokens of its pieces are those of the whole. 0: there is none."""
+        """The last position where a cut changes no token of the text; 0 if there is none."""
         return len(text)
 
     def reading_special_tokens(self) -> Any:
-        """The same tokenizer, which takes the name of a control token in a text, such as <|im_start|>, for that token.
+        """The same tokenizer, but a text may name control tokens, such as <|im_start|>.
 
-        Give it no text of strangers: it could end a turn or speak as the system. Raises ConfigError where no text can name
-        a control token.
+        Do not give it text of strangers: such a text could end a turn or speak as the system.
+        Raises ConfigError if the tokenizer has no control tokens that a text can name.
         """
-        raise ConfigError("special_tokens: the tokenizer of this run has no control tokens that a text could name")
+        raise ConfigError(
+            "special_tokens: the tokenizer of this run has no control tokens that a text could name"
+        )
 
     @functools.cached_property
     def digest(self) -> str:
@@ -77,7 +85,7 @@ class _Tokenizer:
 
     @property
     def former_digests(self) -> tuple[str, ...]:
-        """What earlier versions of this library noted as the digest of the same tokenizer."""
+        """The digests of the same tokenizer in earlier versions of this library."""
         return ()
 
     def save(self, path: str | os.PathLike) -> None:
@@ -86,7 +94,10 @@ class _Tokenizer:
 
 
 class Bytes(_Tokenizer):
-    """UTF-8 bytes: 256 ids, any text. Bytes that are not UTF-8 decode to U+FFFD. 0xFF, never a byte of UTF-8, ends a text."""
+    """UTF-8 bytes: 256 ids, any text. Bytes that are not UTF-8 decode to U+FFFD.
+
+    0xFF, which is never a byte of UTF-8, ends a text.
+    """
 
     vocab_size = 256
     end_of_text = 0xFF
@@ -99,15 +110,18 @@ class Bytes(_Tokenizer):
         return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        # 0xFF is never valid UTF-8, so an id above 255 becomes U+FFFD
-        return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", errors="replace")
+        # 0xFF is never valid UTF-8, so an id above 255 decodes to U+FFFD
+        return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(
+            "utf-8", errors="replace"
+        )
 
 
 class Characters(_Tokenizer):
     """One id per character of a text, in code point order. Other characters raise ConfigError."""
 
     def __init__(self, characters: str):
-        self.characters, self.vocab_size, self.end_of_text = characters, len(characters), len(characters)
+        self.characters = characters
+        self.vocab_size = self.end_of_text = len(characters)
         self.state = {"type": "characters", "characters": characters}
         codes = _code_points(characters)
         # the last entry, -1, is for every character above the highest one
@@ -122,21 +136,30 @@ class Characters(_Tokenizer):
         ids = self._ids[np.minimum(_code_points(text), len(self._ids) - 1)]
         if ids.min(initial=0) < 0:
             at = int(np.argmin(ids))
-            problem = f"character {text[at]!r} (position {at}) is not among the {self.vocab_size} of the training text"
+            problem = (
+                f"character {text[at]!r} (position {at}) is not among the {self.vocab_size} "
+                "of the training text"
+            )
             raise ConfigError(f"{problem}; remove it, or train with tokenizer='bytes'")
         return ids.astype(np.min_scalar_type(max(self.vocab_size - 1, 0)))
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        return "".join(self.characters[i] if 0 <= i < self.vocab_size else UNKNOWN for i in map(int, ids))
+        return "".join(
+            self.characters[i] if 0 <= i < self.vocab_size else UNKNOWN for i in map(int, ids)
+        )
 
 
 class BPE(_Tokenizer):
-    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019), or another of the `tokenizers` package."""
+    """Byte-level byte-pair encoding (Sennrich et al. 2016; Radford et al. 2019).
+
+    Or any other tokenizer of the `tokenizers` package.
+    """
 
     def __init__(self, serialized: str, end: str | None = None):
-        """From the JSON of the package. `end` is the token that ends a text, by default one of `ENDS`.
+        """From the package's JSON. `end` is the token that ends a text, by default one of `ENDS`.
 
-        BPE dropout is switched off: tokens of a text must be the same each time, in evaluation, in a cache and after a restart.
+        BPE dropout is switched off: the tokens of a text must be the same each time, in evaluation,
+        in a cache and after a restart.
         """
         self._tokenizer = tokenizer_package.open_tokenizer(serialized)
         if dropout := getattr(self._tokenizer.model, "dropout", None):
@@ -146,41 +169,61 @@ class BPE(_Tokenizer):
             self._tokenizer = tokenizer_package.open_tokenizer(json.dumps(state))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # without this flag "<|endoftext|>" in a text would become the control id; the JSON does not hold the flag
+        # Without this flag, "<|endoftext|>" in a text would become the control id. The JSON does
+        # not hold the flag.
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
-        self.end_of_text = next((i for i in map(self.id_of, (end,) if end else ENDS) if i is not None), None)
-        self.state = {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())} | ({"end_of_text": end} if end else {})
+        self.end_of_text = next(
+            (i for i in map(self.id_of, (end,) if end else ENDS) if i is not None), None
+        )
+        self.state = {"type": "bpe", "tokenizer": json.loads(self._tokenizer.to_str())}
+        if end:
+            self.state["end_of_text"] = end
         self._writer = self._tokenizer_of_texts()
-        self._line_end, self._chunk = [], sys.maxsize
-        with contextlib.suppress(Exception):  # of the package, for a vocabulary that has no token for these characters
+        self._line_end = []  # the ids of a line end
+        self._chunk = sys.maxsize  # characters that are encoded at a time
+        # the package raises a plain Exception if the vocabulary cannot write these characters
+        with contextlib.suppress(Exception):
             self._line_end = self._ids("\n")
             self._chunk = 1 << 16 if self.may_cut("a\n", "b") else sys.maxsize
 
     @functools.cached_property
     def digest(self) -> str:
-        """sha256 (hex) of what the state means: the package writes the same tokenizer otherwise since its version 0.20."""
-        return _digest(self.state | {"tokenizer": _as_first_written(self.state["tokenizer"])})
+        """sha256 (hex) of the state in the form of version 0.19 of the package.
+
+        Version 0.20 writes the same tokenizer in another form.
+        """
+        tokenizer = tokenizer_json.as_first_written(self.state["tokenizer"])
+        return _digest(self.state | {"tokenizer": tokenizer})
 
     @property
     def former_digests(self) -> tuple[str, ...]:
-        """The digest of the package's own JSON."""
+        """The digest of the JSON that the installed package writes."""
         return (_digest(self.state),)
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> "BPE":
-        """Learns merges from `text`. The result is deterministic. A short text may give fewer than `vocab_size` ids."""
+        """Learns merges from `text`, deterministically.
+
+        A short text may give fewer than `vocab_size` ids.
+        """
         if vocab_size < 257:
-            raise ConfigError(f"data.vocab_size: bpe needs at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}")
-        text = text.encode("utf-8", errors="replace").decode()  # as in `encode_text`
+            raise ConfigError(
+                f"data.vocab_size: bpe needs at least 257 (256 bytes and {END_OF_TEXT}), "
+                f"not {vocab_size}"
+            )
+        text = _without_surrogates(text)
         package = tokenizer_package.require_package()
         tokenizer = package.Tokenizer(package.models.BPE())
         tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = package.decoders.ByteLevel()
         trainer = package.trainers.BpeTrainer(
-            vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False,
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            show_progress=False,
             initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
-        )  # fmt: skip
+        )
         tokenizer.train_from_iterator(_chunks(text), trainer)
         return cls(tokenizer.to_str())
 
@@ -198,44 +241,25 @@ class BPE(_Tokenizer):
         return other
 
     def _tokenizer_of_texts(self) -> Any:
-        """The package's tokenizer that encodes texts: no text has a control token, not even one that is its name.
+        """The package's tokenizer for encoding: no text becomes a control token, not even its name.
 
-        The flag of `__init__` is not enough. Where the vocabulary of Unigram (T5), of words or of merged pairs holds </s>, a
-        text "</s>" is that piece. So here each such piece has a name that no text can know.
+        The flag that `__init__` sets is not enough: if </s> is in the vocabulary of Unigram (T5),
+        of words or of merged pairs, the text "</s>" becomes that piece. So this tokenizer gives
+        each such piece a random name, which no text contains.
         """
-        ids = {name: self.id_of(name) for name in self._control_tokens()}
-        if not any(id in self._ids_or_none(name) for name, id in ids.items()):
+        state = self.state["tokenizer"]
+        end = None if self.end_of_text is None else self._tokenizer.id_to_token(self.end_of_text)
+        names = tokenizer_json.control_tokens(state, end)
+        if not any(self.id_of(name) in self._ids_or_none(name) for name in names):
             return self._tokenizer
-        names = {name: f"{name} {secrets.token_hex(16)}" for name in ids}
-        state = copy.deepcopy(self.state["tokenizer"])
-        model = state["model"]
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {names.get(name, name): id for name, id in model["vocab"].items()}
-        else:
-            model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
-        if "merges" in model:
-            pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-            model["merges"] = [pair for pair in pairs if names.keys().isdisjoint([*pair, "".join(pair)])]
-        for token in state["added_tokens"]:
-            if token["content"] in names:
-                token.update(content=names[token["content"]], special=True)
-        writer = tokenizer_package.open_tokenizer(json.dumps(state))
+        secret_names = {name: f"{name} {secrets.token_hex(16)}" for name in names}
+        renamed = tokenizer_json.renamed(state, secret_names)
+        writer = tokenizer_package.open_tokenizer(json.dumps(renamed))
         writer.encode_special_tokens = True
         return writer
 
-    def _control_tokens(self) -> set[str]:
-        """The names of the control tokens. That of an unknown character stands for what a text holds, so it is none."""
-        state = self.state["tokenizer"]
-        model, unknown = state["model"], state["model"].get("unk_token")
-        if model.get("unk_id") is not None:
-            unknown = model["vocab"][model["unk_id"]][0]
-        names = {token["content"] for token in state["added_tokens"] if token["special"]}
-        if self.end_of_text is not None:
-            names.add(self._tokenizer.id_to_token(self.end_of_text))
-        return names - {unknown}
-
     def _ids_or_none(self, text: str) -> list[int]:
-        """The ids of a text; none if the vocabulary cannot write it, which the package says by an Exception."""
+        """The ids of a text; [] if the vocabulary cannot write it: then the package raises."""
         with contextlib.suppress(Exception):
             return tokenizer_package.encode(self._tokenizer, [text])[0].ids
         return []
@@ -244,41 +268,59 @@ class BPE(_Tokenizer):
         return self.encode_piece(text, continues=False)
 
     def encode_piece(self, text: str, continues: bool) -> np.ndarray:
-        text = text.encode("utf-8", errors="replace").decode()  # the package refuses lone surrogates
         dtype = np.min_scalar_type(self.vocab_size - 1)
-        chunks, pieces = list(self._stretches(text)), [np.zeros(0, dtype)]
-        # Llama's tokenizer and others put a space before every text. Only the first chunk gets one: a later chunk is encoded
-        # behind a line end, whose tokens are then taken away.
-        texts = [f"\n{chunk}" if number or continues else chunk for number, chunk in enumerate(chunks)]
-        # 64 chunks use all cores; more would fill the memory with the package's large encodings
+        chunks = self._stretches(_without_surrogates(text))
+        # Llama's tokenizer and others put a space before every text. Only the first chunk may get
+        # one: a later chunk is encoded after a line end, whose tokens are then removed.
+        texts = [
+            f"\n{chunk}" if number or continues else chunk for number, chunk in enumerate(chunks)
+        ]
+        pieces = [np.zeros(0, dtype)]
+        # 64 chunks use all cores; with more, the package's large encodings would fill the memory
         for start in range(0, len(texts), 64):
             encodings = self._encodings(texts[start : start + 64])
             for number, encoding in enumerate(encodings, start):
-                ids, first = encoding.ids, len(self._line_end) if number or continues else 0
-                if first and ids[:first] != self._line_end:  # a cut that `may_cut` did not allow
-                    ids, first = self._ids(texts[number][1:]), 0
-                pieces.append(np.array(ids[first:], dtype))
+                ids = encoding.ids
+                if number or continues:
+                    ids = self._without_line_end(texts[number], ids)
+                pieces.append(np.array(ids, dtype))
         return np.concatenate(pieces)
+
+    def _without_line_end(self, text: str, ids: list[int]) -> list[int]:
+        """The ids of `text[1:]`, where `text` begins with a line end and has these `ids`."""
+        count = len(self._line_end)
+        if ids[:count] == self._line_end:
+            return ids[count:]
+        return self._ids(text[1:])  # a cut that `may_cut` did not allow
 
     def last_cut(self, text: str) -> int:
         end = len(text) - REACH if self._chunk < sys.maxsize else -1
         while (end := text.rfind("\n", 0, max(end, 0))) >= 0:
-            if self.may_cut(text[max(end + 1 - REACH, 0) : end + 1], text[end + 1 : end + 1 + REACH]):
+            if self.may_cut(
+                text[max(end + 1 - REACH, 0) : end + 1], text[end + 1 : end + 1 + REACH]
+            ):
                 return end + 1
         return 0
 
     def _stretches(self, text: str) -> Iterator[str]:
-        """Pieces of about `_chunk` characters, cut where that changes no token. The package encodes them in parallel."""
+        """Pieces of about `_chunk` characters, cut where that changes no token.
+
+        The package encodes them in parallel.
+        """
         start = end = 0
         while start < len(text):
             end = text.find("\n", start + self._chunk if end == start else end) + 1 or len(text)
-            if end == len(text) or self.may_cut(text[max(end - REACH, start) : end], text[end : end + REACH]):
+            if end == len(text) or self.may_cut(
+                text[max(end - REACH, start) : end], text[end : end + REACH]
+            ):
                 yield text[start:end]
                 start = end
 
     def may_cut(self, before: str, after: str) -> bool:
-        before, after = before[-REACH:], after[:REACH]
-        if not (before.strip() and after.strip()):  # a longer run of white space, which may be one token
+        before = before[-REACH:]
+        after = after[:REACH]
+        # a longer run of white space may be one token
+        if not (before.strip() and after.strip()):
             return False
         ids_after = self._ids(f"\n{after}")
         line_end = len(self._line_end)
@@ -289,46 +331,35 @@ class BPE(_Tokenizer):
         return tokenizer_package.encode(self._writer, [text])[0].ids
 
     def _encodings(self, texts: list[str]) -> list[Any]:
-        """The package's, which uses all cores."""
+        """The package's encodings, computed on all cores."""
         return tokenizer_package.encode(self._writer, texts)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        texts = [text.encode("utf-8", errors="replace").decode() for text in texts]
-        return [np.array(encoding.ids, np.int32) for encoding in self._encodings(texts)]
+        encodings = self._encodings([_without_surrogates(text) for text in texts])
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
-        # the package has no text for an id above its vocabulary, and refuses a negative one, such as a label of -100
+        # the package has no text for an id above its vocabulary, and refuses a negative id, such as
+        # a label of -100
         known = (i if 0 <= i < self.vocab_size else self.vocab_size for i in map(int, ids))
         return tokenizer_package.decode(self._tokenizer, list(known))
+
+
+def _without_surrogates(text: str) -> str:
+    """The text with question marks for lone surrogates, which the package refuses."""
+    return text.encode("utf-8", errors="replace").decode()
 
 
 def _digest(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-# the fields of byte pairs in version 0.19 of the package
-BPE_FIELDS = (
-    "type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback", "vocab",
-    "merges",
-)  # fmt: skip
+def load(
+    path: str | os.PathLike, root: str | os.PathLike | None = None
+) -> Bytes | Characters | BPE:
+    """The tokenizer that `save` wrote. Raises ConfigError for a missing or different file.
 
-
-def _as_first_written(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a tokenizer as version 0.19 of the package wrote it: merges as strings, no later fields that say nothing."""
-    model = tokenizer["model"]
-    if model.get("type") != "BPE":
-        return tokenizer
-    fields = {name: value for name, value in model.items() if name in BPE_FIELDS or value not in (None, False)}
-    merges = fields.get("merges", [])
-    if not any(" " in token for merge in merges if not isinstance(merge, str) for token in merge):
-        fields["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-    return tokenizer | {"model": fields}
-
-
-def load(path: str | os.PathLike, root: str | os.PathLike | None = None) -> Bytes | Characters | BPE:
-    """The tokenizer that `save` wrote. Raises ConfigError for a missing or another file.
-
-    Below a folder `root`, which a stranger may have made, no link is followed.
+    A stranger may have made the folder `root`, so no link below it is followed.
     """
     match config.read_json(path, "not a saved tokenizer", root):
         case {"type": "bytes"}:
@@ -346,7 +377,7 @@ def load(path: str | os.PathLike, root: str | os.PathLike | None = None) -> Byte
 
 
 def hugging_face(name: str) -> BPE:
-    """The tokenizer of a tokenizer.json: its path, its folder, or its name at the Hugging Face hub."""
+    """The tokenizer of a tokenizer.json: its path, folder, or name on the Hugging Face hub."""
     path = epath.Path(name).expanduser()
     try:
         if path.is_dir():
@@ -358,13 +389,24 @@ def hugging_face(name: str) -> BPE:
         return BPE(config.read_text(path))
     except ConfigError:
         raise
-    except Exception as error:  # of the hub and of the package, which raises plain Exceptions
-        advice = "give the path of a tokenizer.json, or the name of a model of the Hugging Face hub that is within reach"
-        raise ConfigError(f"data.tokenizer={name!r}: {type(error).__name__}: {str(error)[:200]}; {advice}") from error
+    except Exception as error:  # from the hub, or a plain Exception of the package
+        advice = (
+            "give the path of a tokenizer.json, "
+            "or the name of a model of the Hugging Face hub that is within reach"
+        )
+        raise ConfigError(
+            f"data.tokenizer={name!r}: {type(error).__name__}: {str(error)[:200]}; {advice}"
+        ) from error
 
 
-def by_name(name: str, vocab_size: int | None, texts: Iterable[str] = ()) -> Bytes | Characters | BPE:
-    """ "bytes"; "characters" or "bpe", learned from `texts`; a file that `save` wrote; or what `hugging_face` takes."""
+def by_name(
+    name: str, vocab_size: int | None, texts: Iterable[str] = ()
+) -> Bytes | Characters | BPE:
+    """The tokenizer of a name.
+
+    "bytes"; "characters" or "bpe", learned from `texts`; a file that `save` wrote; or a name for
+    `hugging_face`.
+    """
     check_vocab_size(name, vocab_size)
     match name:
         case "bytes":
@@ -382,7 +424,10 @@ def by_name(name: str, vocab_size: int | None, texts: Iterable[str] = ()) -> Byt
 def check_vocab_size(name: str, vocab_size: int | None) -> None:
     """Raises ConfigError for bpe without a size, and for another tokenizer with one."""
     if (name == "bpe") != (vocab_size is not None):
-        raise ConfigError(f"data.vocab_size={vocab_size}: tokenizer='bpe' needs one, every other tokenizer has its own")
+        raise ConfigError(
+            f"data.vocab_size={vocab_size}: tokenizer='bpe' needs one, "
+            "every other tokenizer has its own"
+        )
 
 
 def _code_points(text: str) -> np.ndarray:
@@ -390,7 +435,7 @@ def _code_points(text: str) -> np.ndarray:
 
 
 def _chunks(text: str, size: int = 1 << 16) -> Iterator[str]:
-    """Pieces of about `size` characters that end with a line. The package encodes them in parallel."""
+    """Pieces of about `size` characters that end with a line."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + size) + 1 or len(text)

@@ -1,4 +1,8 @@
-"""Autoregressive decoding over a key/value cache: `generate`, `stream`, `speculate`, `search` (beams), `contrast`, `score`."""
+"""Autoregressive decoding over a key/value cache.
+
+`generate` and `stream` sample, `speculate` samples with a draft, `search` is beam search,
+`contrast` is contrastive search, `score` gives the log-likelihood of a text.
+"""
 
 # ruff: noqa: F401 (names that the package offers)
 from jaxformer.decoding.beam import Beams

@@ -1,76 +1,86 @@
-"""Prompts in, continuations out: rows of a batch that are refilled from the queue of prompts."""
+"""Sampled continuations of prompts: `generate` and `stream`.
 
-import operator
+Both call `serve`. It decodes a batch of rows, and refills each row that ends with the next prompt.
+"""
+
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial, reduce
-from typing import Any, NamedTuple, SupportsIndex
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import Array
-from jax.sharding import PartitionSpec as P
 
 from jaxformer import masks, models
+from jaxformer.decoding.arguments import (
+    Settings,
+    as_filters,  # noqa: F401 (a test reads it here)
+    as_key,
+    as_lists,
+    check_logits,
+    rows_for,
+    sampling_settings,
+)
 from jaxformer.decoding.cache import Cache, init_cache
 from jaxformer.decoding.filters import Filter, History
-from jaxformer.decoding.model import Model, Prompts, Tokens, bucket, open_model, rotation_end
-from jaxformer.decoding.sampling import Sampling, draw
+from jaxformer.decoding.model import (
+    Model,
+    Prompts,
+    Tokens,
+    bucket,
+    open_model,
+    padded,
+    rotation_end,
+    source_inputs,
+)
+from jaxformer.decoding.sampling import Sampling
+from jaxformer.decoding.state import DecodeState, append, end_row, insert, new_tokens, repeat
 from jaxformer.decoding.steps import decode_step, prefill
-from jaxformer.errors import ConfigError, check_whole
-from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
-from jaxformer.sharding import is_split, mesh_axes, on_host, with_logical_constraint, with_sharding
+from jaxformer.errors import check_whole
+from jaxformer.models.config import EncoderDecoder, ModelConfig
+from jaxformer.sharding import is_split, on_host
 
-CHUNK = 1024  # tokens of a prompt that are read at a time
+CHUNK = 1024  # tokens of one prompt that are read at a time
 BATCH_TOKENS = 16 * CHUNK  # tokens of all prompts that are read at a time
-SLOTS = 128  # the length of a cache is a multiple of these
-
-
-@struct.dataclass
-class DecodeState:
-    """Rows of a batch: what stands in each, and what decoding needs to go on. Every array has the rows first."""
-
-    history: History
-    cache: Cache  # of all tokens but the last one
-    end: Any  # [B]: a row ends at so many tokens
-    done: Any  # [B]
-    keys: Any  # [B] of random numbers
-    broken: Any  # [B]: the row ended because its logits were NaN
-
-
-@struct.dataclass
-class Settings:
-    """How tokens are picked and when a row ends: arguments of the compiled program, so that other numbers compile nothing."""
-
-    filters: tuple
-    temperature: Any
-    stop_tokens: Any  # [n]; -1: none
-
-    def filtered(self, logits: Array, history: History) -> Array:
-        """The logits [B, V] after all filters, in float32."""
-        return reduce(lambda logits, function: function(logits, history), self.filters, logits.astype(jnp.float32))
+SLOTS = 128  # the length of a cache is a multiple of this
 
 
 def generate(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
-    sources: Sequence[Any] | None = None, sampling: Sampling = Sampling(), filters: Sequence[Filter] = (),
-    key: Array | None = None, stop_tokens: Tokens = (), stop: Callable[[list[int]], int | None] | None = None,
-    rows: int = 16, dtype=None, cache_dtype=None,
-) -> list[list[int]]:  # fmt: skip
-    """Continues each prompt by at most `max_tokens` (of all or of each) tokens, up to the first stop token, which is left out.
+    config: ModelConfig | EncoderDecoder,
+    params: Any,
+    prompts: Prompts,
+    max_tokens: int | Tokens,
+    *,
+    sources: Sequence[Any] | None = None,
+    sampling: Sampling = Sampling(),
+    filters: Sequence[Filter] = (),
+    key: Array | None = None,
+    stop_tokens: Tokens = (),
+    stop: Callable[[list[int]], int | None] | None = None,
+    rows: int = 16,
+    dtype=None,
+    cache_dtype=None,
+) -> list[list[int]]:
+    """Continues each prompt by at most `max_tokens` tokens, up to the first stop token.
 
-    Of an encoder-decoder, `sources` are the tokens of the encoder, or images `[height, width, C]`, and a prompt is how the
-    target begins (T5: [0]).
-    `filters` (`decoding.filters`, or functions of yours) come before those of `sampling`. `stop(new tokens)` says how many of a
-    row's new tokens to keep, or None to go on. At most `rows` texts are decoded at a time; a row that ends takes the next
-    prompt. A row's tokens do not depend on its neighbours; the last bits of its logits do where these fill more slots of the
-    cache, in steps of 128, and where the first prompts are read together. `cache_dtype` is that of keys and
-    values, such as int8. Where filters leave no token, the text ends.
-    Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a learned position table has
-    rows, and logits that are no numbers.
+    The stop token is left out. `max_tokens` is one number for all prompts, or one for each. A text
+    also ends where filters leave no token. `stop(new tokens)` returns how many of a row's new
+    tokens to keep, or None to go on.
+
+    For an encoder-decoder, `sources` are the tokens of the encoder, or images `[height, width, C]`,
+    and a prompt is the beginning of the target (T5: [0]). `filters` (from `decoding.filters`, or
+    your own functions) come before those of `sampling`. `cache_dtype` is the dtype of keys and
+    values, such as int8.
+
+    At most `rows` texts are decoded at a time; a row that ends takes the next prompt. A row's
+    tokens do not depend on its neighbours. The last bits of its logits do: where the neighbours
+    fill more slots of the cache, in steps of 128, and where the first prompts are read together.
+
+    Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than a table
+    of learned positions has rows, and logits that are NaN.
     """
     request = Request(
         prompts=prompts,
@@ -90,11 +100,23 @@ def generate(
     return [outs[i] for i in range(len(prompts))]
 
 
-def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Tokens, max_tokens: int, *, every: int = 1,
-    source: Any = None, sampling: Sampling = Sampling(), filters: Sequence[Filter] = (), key: Array | None = None,
-    stop_tokens: Tokens = (), stop: Callable[[list[int]], int | None] | None = None, dtype=None, cache_dtype=None,
-) -> Iterator[list[int]]:  # fmt: skip
-    """The tokens of `generate` for one prompt as they are made, `every` so many."""
+def stream(
+    config: ModelConfig | EncoderDecoder,
+    params: Any,
+    prompt: Tokens,
+    max_tokens: int,
+    *,
+    every: int = 1,
+    source: Any = None,
+    sampling: Sampling = Sampling(),
+    filters: Sequence[Filter] = (),
+    key: Array | None = None,
+    stop_tokens: Tokens = (),
+    stop: Callable[[list[int]], int | None] | None = None,
+    dtype=None,
+    cache_dtype=None,
+) -> Iterator[list[int]]:
+    """Yields the tokens of `generate` for one prompt as they are made, `every` tokens at a time."""
     check_whole("stream: every", every)
     request = Request(
         prompts=[prompt],
@@ -118,7 +140,7 @@ def stream(config: ModelConfig | EncoderDecoder, params: Any, prompt: Tokens, ma
 
 
 class Request(NamedTuple):
-    """The arguments of `generate`, and after how many steps the new tokens are looked at."""
+    """The arguments of `generate`, and how often the new tokens are looked at."""
 
     prompts: Any
     max_tokens: Any
@@ -131,287 +153,244 @@ class Request(NamedTuple):
     rows: int
     dtype: Any
     cache_dtype: Any
-    every: int | None  # None: when a row ends
+    every: int | None  # number of steps between two looks; None: only when a row ends
 
 
-def serve(config: ModelConfig | EncoderDecoder, params: Any, request: Request) -> Iterator[tuple[int, list[int], bool]]:
-    """(number of a prompt, its new tokens so far, whether they are all) after `every` steps, and whenever a row ends."""
+def serve(
+    config: ModelConfig | EncoderDecoder, params: Any, request: Request
+) -> Iterator[tuple[int, list[int], bool]]:
+    """Yields (number of a prompt, its new tokens so far, whether the text is complete).
+
+    It does so for every row, after each `every` steps and whenever a row ends.
+    """
     check_whole("generate: rows", request.rows)
-    prompts, sources, stop, every = as_lists(request.prompts), request.sources, request.stop, request.every
-    stop_tokens, key = as_lists(request.stop_tokens), as_key(request.key)
-    model = open_model(config, params, prompts, request.max_tokens, sources, request.dtype, request.cache_dtype)
-    # sums over a number of slots that is no multiple of these round otherwise
+    prompts = as_lists(request.prompts)
+    sources = request.sources
+    stop_tokens = as_lists(request.stop_tokens)
+    key = as_key(request.key)
+    model = open_model(
+        config, params, prompts, request.max_tokens, sources, request.dtype, request.cache_dtype
+    )
+    # sums over another number of slots would round differently
     model = model._replace(cache_length=-(-model.cache_length // SLOTS) * SLOTS)
-    settings = jax.device_put(sampling_settings(model, request.filters, request.sampling, stop_tokens))
-    state: Any = None  # a DecodeState, from the first texts on
-    number_of: dict[int, int] = {}  # of the prompt in each row
-    longer: dict[int, list[int]] = {}  # texts of rows that need the rotations of a longer text
-    queue, rows = deque(range(len(prompts))), rows_for(request.rows, prompts)
+    settings = jax.device_put(
+        sampling_settings(model, request.filters, request.sampling, stop_tokens)
+    )
     counts = np.broadcast_to(request.max_tokens, len(prompts))
-    limits = [len(prompt) + int(count) for prompt, count in zip(prompts, counts, strict=True)]
-
-    def text_of(index: int, tokens: list[int]) -> Text:
-        end = min(limits[index], rotation_end(model, len(tokens)))
-        return Text(index, tokens, None if sources is None else sources[index], len(prompts[index]), end)
-
-    while queue or number_of:
-        to_read = {row: text_of(number_of[row], tokens) for row, tokens in longer.items()}
-        longer = {}
+    rows = rows_for(request.rows, len(prompts))
+    queue = deque(range(len(prompts)))
+    open_texts: dict[int, Text] = {}  # row -> the text that it continues
+    to_read: dict[int, Text] = {}  # row -> a text that must be read before the next step
+    state: Any = None  # a DecodeState once the first texts are read
+    while queue or open_texts:
         for row in range(rows):
-            if row not in number_of and queue:
-                number_of[row] = queue.popleft()
-                to_read[row] = text_of(number_of[row], list(prompts[number_of[row]]))
-        steps = every or 2**30
+            if row not in open_texts and queue:
+                open_texts[row] = text_of(queue.popleft(), prompts, sources, counts)
+                to_read[row] = open_texts[row]
+        steps = request.every or 2**30
         if to_read:
             state = fill_rows(model, state, to_read, rows, key, settings)
-            steps = steps if every is None else 0  # a first token is shown at once
-        least = jax.device_put((np.int32(steps), np.int32(len(number_of) if queue else 1)))
-        state = _run(model.config, model.dtype, model.params, state, settings, *least)
+            to_read = {}
+            if request.every is not None:
+                steps = 0  # the first token is shown at once
+        least = len(open_texts) if queue else 1  # the next prompt takes the first row that ends
+        limits = jax.device_put((np.int32(steps), np.int32(least)))
+        state = _run(model.config, model.dtype, model.params, state, settings, *limits)
         history, done, ends, broken = on_host((state.history, state.done, state.end, state.broken))
-        for row, index in list(number_of.items()):
-            check_numbers(broken[row], index)
-            tokens, ended = new_tokens(history, row, stop_tokens), bool(done[row])
-            if stop is not None and (keep := stop(tokens)) is not None:
-                tokens, ended = tokens[:keep], True
-                state = replace(state, done=insert(state.done, *jax.device_put((np.int32(row), np.ones(1, bool)))))
-            elif ended and history.length[row] == ends[row] < limits[index]:
-                text = history.tokens[row, : history.length[row]].tolist()
-                if text[-1] not in stop_tokens:
-                    longer[row], ended = text, False
-            if ended:
-                del number_of[row]
-            yield index, tokens, ended
+        for row, text in list(open_texts.items()):
+            check_logits(broken[row], text.index)
+            tokens = new_tokens(history, row, stop_tokens)
+            is_complete = bool(done[row])
+            keep = None if request.stop is None else request.stop(tokens)
+            if keep is not None:
+                tokens = tokens[:keep]
+                is_complete = True
+                state = end_row(state, row)
+            elif is_complete and has_outgrown(history, row, ends[row], text, stop_tokens):
+                so_far = history.tokens[row, : history.length[row]].tolist()
+                to_read[row] = text._replace(tokens=so_far)
+                is_complete = False
+            if is_complete:
+                del open_texts[row]
+            yield text.index, tokens, is_complete
 
 
 class Text(NamedTuple):
-    """What is read into a row."""
+    """A text that is read into a row and continued there."""
 
-    index: int  # the number of the prompt, which the row's random numbers depend on
+    index: int  # the number of the prompt; the row's random numbers depend on it
     tokens: list[int]
     source: Any
-    prompt_length: int  # so many of the tokens are the user's
-    end: int  # the row ends at so many tokens
+    prompt_length: int  # the number of tokens that the user gave
+    limit: int  # the largest number of tokens of the text
+
+
+def text_of(index: int, prompts: Any, sources: Any, counts: np.ndarray) -> Text:
+    """The text that begins with prompt `index`; `counts` are the largest numbers of new tokens."""
+    prompt = list(prompts[index])
+    source = None if sources is None else sources[index]
+    return Text(index, prompt, source, len(prompt), len(prompt) + int(counts[index]))
+
+
+def has_outgrown(history: History, row: int, end: Any, text: Text, stop_tokens: Any) -> bool:
+    """Whether a row ended only because its text needs the rotations of a longer text."""
+    length = history.length[row]
+    last = int(history.tokens[row, length - 1])
+    return bool(length == end < text.limit) and last not in stop_tokens
 
 
 def fill_rows(
-    model: Model, state: DecodeState | None, texts: dict[int, Text], rows: int, key: Array, settings: Settings
+    model: Model,
+    state: DecodeState | None,
+    texts: dict[int, Text],
+    rows: int,
+    key: Array,
+    settings: Settings,
 ) -> DecodeState:
-    """The state with these texts in these rows, each with its first new token. Rows that never had a text are done."""
-    several = list(texts.values())
-    if state is None and fit_one_batch([len(text.tokens) for text in several], rows):
-        # the rows behind the texts hold a copy of the first one
-        return first_tokens(model, several + several[:1] * (rows - len(several)), len(several), key, settings)
+    """The state after `texts` {row: text} are read, each with its first new token.
+
+    Rows that never had a text are done.
+    """
+    batch = list(texts.values())
+    if state is None and fit_one_batch([len(text.tokens) for text in batch], rows):
+        # the rows after the texts hold copies of the first text
+        copies = batch[:1] * (rows - len(batch))
+        return first_tokens(model, batch + copies, len(batch), key, settings)
     for row, text in texts.items():
-        one = first_tokens(model, [text], 1, key, settings)
+        single = first_tokens(model, [text], 1, key, settings)
         if state is None:
-            state = replace(repeat(rows, one), done=jax.device_put(np.ones(rows, bool)))
-        state = insert(state, jax.device_put(np.int32(row)), one)
+            state = replace(repeat(rows, single), done=jax.device_put(np.ones(rows, bool)))
+        state = insert(state, jax.device_put(np.int32(row)), single)
     assert state is not None
     return state
 
 
-def first_tokens(model: Model, texts: list[Text], count: int, key: Array, settings: Settings) -> DecodeState:
-    """A row for each text, with its first new token. Rows from number `count` on are done."""
+def first_tokens(
+    model: Model, texts: list[Text], count: int, key: Array, settings: Settings
+) -> DecodeState:
+    """A row for each text, with its first new token. Rows from `count` on are done."""
+    prompts = [text.tokens for text in texts]
     sources = None if texts[0].source is None else [text.source for text in texts]
-    logits, cache, history = read(model, [text.tokens for text in texts], sources, [text.prompt_length for text in texts])
-    numbers = [[text.end for text in texts], [text.index for text in texts]]
-    ends, indices = jax.device_put(np.array(numbers, np.int32))
+    prompt_lengths = [text.prompt_length for text in texts]
+    logits, cache, history = read(model, prompts, sources, prompt_lengths)
+    # a row also ends where its text outgrows the rotations of its cache
+    ends = [min(text.limit, rotation_end(model, len(text.tokens))) for text in texts]
+    indices = [text.index for text in texts]
+    numbers = jax.device_put(np.array([ends, indices], np.int32))
     is_unused = jax.device_put(np.arange(len(texts)) >= count)
-    return _first_tokens(logits, cache, history, ends, indices, is_unused, key, settings)
+    return _first_tokens(logits, cache, history, *numbers, is_unused, key, settings)
 
 
 def fit_one_batch(lengths: Sequence[int], rows: int) -> bool:
-    """Whether prompts of these lengths are read as one batch of so many rows: several, of about one length, on one device.
+    """Whether prompts of these lengths are read as one batch of `rows` rows.
 
-    Else each is read alone, so that its neighbours cost it nothing: a batch is as long as its longest prompt.
+    They are if there are several, of similar length, on one device. Otherwise each is read alone:
+    a batch is as long as its longest prompt, so a short prompt would pay for a long one.
     """
     fits = max(lengths) <= CHUNK and rows * max(lengths) <= BATCH_TOKENS
     return len(lengths) > 1 and fits and max(lengths) <= 2 * min(lengths) and not is_split()
 
 
-def as_lists(tokens: Any) -> Any:
-    """Tokens of one text or of several as lists, where they are arrays; all else as it is."""
-    if hasattr(tokens, "tolist"):
-        return tokens.tolist()
-    if isinstance(tokens, list | tuple):
-        return [one.tolist() if hasattr(one, "tolist") else one for one in tokens]
-    return tokens
-
-
-def as_key(key: Any) -> Array:
-    """A key of random numbers, also one of the old `jax.random.PRNGKey`. ConfigError for what is no single key."""
-    if key is None:
-        return jax.random.key(0)
-    if getattr(key, "dtype", None) == jnp.uint32 and jnp.shape(key) == jnp.shape(jax.random.key_data(jax.random.key(0))):
-        return jax.random.wrap_key_data(key)
-    if not jnp.issubdtype(getattr(key, "dtype", int), jax.dtypes.prng_key) or jnp.shape(key):
-        shown = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else repr(key)
-        raise ConfigError(f"generate: key={shown}: expected one key, such as jax.random.key(0)")
-    return key
-
-
-def rows_for(rows: int, texts: Sequence[Any]) -> int:
-    """How many rows so many texts take, of `rows` at most."""
-    return min(rows, 1 << (len(texts) - 1).bit_length())
-
-
-def check_numbers(broken: Any, index: int) -> None:
-    """Raises ConfigError where the logits after a prompt were no numbers, so that no token could be picked."""
-    if broken:
-        problem = "the model's logits are not numbers (NaN)"
-        advice = "look at its parameters (a run that diverged?) and at `dtype` (float16 overflows at 65,504)"
-        raise ConfigError(f"generate: prompt {index}: {problem}; {advice}")
-
-
-def as_filters(filters: Sequence[Filter], model: Model) -> tuple[Filter, ...]:
-    """Filters as pytrees, which a user's function is not.
-
-    Raises ConfigError for one whose result for a row is not logits [1, V], and for one that names a token that the model
-    does not have.
-    """
-    array = jax.ShapeDtypeStruct
-    logits, count = array((1, models.last_stack(model.config).vocab_size), jnp.float32), array((1,), jnp.int32)
-    history = History(array((1, model.cache_length), jnp.int32), count, count)
-    for number, f in enumerate(filters, 1):
-        try:
-            result = jax.eval_shape(lambda *row, f=f: f(*row), logits, history)
-            if getattr(result, "shape", None) != logits.shape:
-                raise TypeError(f"it makes {result} of logits {list(logits.shape)}")
-        except Exception as error:  # a function of a user's may raise anything
-            raise ConfigError(f"filters: number {number} is no function (logits, history) -> logits: {error}") from error
-        for token in getattr(f, "named_tokens", list)():
-            if token >= logits.shape[1]:
-                raise ConfigError(f"filters: number {number}: token {token} is outside the vocabulary of {logits.shape[1]}")
-    return tuple(jax.tree_util.Partial(f) if jax.tree_util.all_leaves([f]) else f for f in filters)
-
-
-def sampling_settings(model: Model, filters: Sequence[Filter], sampling: Sampling, stop_tokens: Tokens) -> Settings:
-    """The settings of these options, with the filters of `sampling` behind the others."""
-    stop_ids = stops(stop_tokens, models.last_stack(model.config).vocab_size)
-    return Settings((*as_filters(filters, model), *sampling.filters()), np.float32(sampling.temperature), stop_ids)
-
-
-def stops(tokens: Any, vocabulary: int) -> np.ndarray:
-    """Stop tokens, and -1 up to a multiple of 8: another number of them compiles nothing.
-
-    Raises ConfigError for one outside the vocabulary, which would never stop a text, and for a number in place of a list.
-    """
-    tokens = as_lists(tokens)
-    if np.ndim(tokens) != 1:
-        raise ConfigError(f"stop_tokens={tokens}: must be a list of tokens, such as [{tokens}]")
-    for token in tokens:
-        if not isinstance(token, SupportsIndex):
-            raise ConfigError(f"stop_tokens: {token!r} is no whole number; a tokenizer's `encode` makes tokens of a text")
-        if not 0 <= operator.index(token) < vocabulary:
-            problem = f"is outside the vocabulary of {vocabulary}, so no text would stop there"
-            raise ConfigError(f"stop_tokens: {token} {problem}; leave it out, or give the id of this model's tokenizer")
-    return np.pad(np.asarray(tokens, np.int32), (0, -len(tokens) % 8 or 8 * (not tokens)), constant_values=-1)
-
-
-def padded(tokens: Sequence[int], length: int) -> np.ndarray:
-    """The tokens and zeros behind them, [1, length]."""
-    return np.pad(np.asarray(tokens, np.int32), (0, length - len(tokens)))[None]
-
-
-def source_inputs(model: Model, sources: Sequence[Any]) -> dict[str, np.ndarray]:
-    """The sources as `models.apply` takes them: rows of tokens with padding, or images as they are."""
-    if isinstance(model.config.encoder.embedding, Patches):
-        return {"source": np.stack(sources)}
-    rows = [padded(source, model.source_length) for source in sources]
-    ids = [padded([1] * len(source), model.source_length) for source in sources]
-    return {"source": np.concatenate(rows), "source_segment_ids": np.concatenate(ids)}
-
-
 def read(
-    model: Model, prompts: list[list[int]], sources: Sequence[Any] | None, counts: Sequence[int] | None = None
+    model: Model,
+    prompts: list[list[int]],
+    sources: Sequence[Any] | None,
+    counts: Sequence[int] | None = None,
 ) -> tuple[Any, Any, History]:
-    """(logits after each prompt, the cache, the history), read in pieces of at most `CHUNK` tokens; several are one piece each.
+    """Reads prompts in pieces of `CHUNK` tokens: (logits after each prompt, cache, history).
 
-    A prompt whose tokens see later ones (a prefix, global tokens) is read whole: a piece knows nothing of those behind it.
-    The first `counts` tokens are what the user gave; None: all.
+    Several prompts must fit one piece each. Under a mask that shows later tokens (a prefix, global
+    tokens) a prompt is read whole, because a piece cannot see the tokens after it. The first
+    `counts` tokens of each prompt are the user's; None: all of them.
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    options = {} if sources is None else source_inputs(model, sources)
-    stack, longest, cache, logits = models.last_stack(model.config), int(lengths.max()), None, None
-    size = CHUNK if all(map(masks.is_causal, stack.masks)) else max(longest, CHUNK)
-    assert len(prompts) == 1 or longest <= size
+    longest = int(lengths.max())
+    stack = models.last_stack(model.config)
+    is_causal = all(map(masks.is_causal, stack.masks))
+    piece_length = CHUNK if is_causal else max(longest, CHUNK)
+    assert len(prompts) == 1 or longest <= piece_length
     sizes = model.cache_length, model.cache_dtype, model.ahead
-    for first in range(0, longest, size):
-        pieces = [prompt[first : first + size] for prompt in prompts]
-        width = min(bucket(max(map(len, pieces)), stack), max(size, CHUNK))
+    options = {} if sources is None else source_inputs(model, sources)
+    logits = None
+    cache = None
+    for first in range(0, longest, piece_length):
+        pieces = [prompt[first : first + piece_length] for prompt in prompts]
+        width = min(bucket(max(map(len, pieces)), stack), max(piece_length, CHUNK))
         tokens = np.concatenate([padded(piece, width) for piece in pieces])
         piece_lengths = np.array([len(piece) for piece in pieces], np.int32)
         arrays = jax.device_put((tokens, piece_lengths, options, lengths))
         logits, cache = _read(model.config, model.dtype, sizes, model.params, *arrays, cache)
-        options = {}
+        options = {}  # the cache has the source from now on
     prompt_lengths = lengths if counts is None else np.array(counts, np.int32)
     tokens = np.concatenate([padded(prompt, model.cache_length) for prompt in prompts])
     return logits, cache, History(*jax.device_put((tokens, lengths, prompt_lengths)))
 
 
-def read_rows(opened: list[Model], prompts, sources, numbers, rows: int) -> tuple[Array, History, list[Cache]]:
-    """(logits, history, caches of all models) after the prompts of these numbers, one a row; in further rows is the first.
+def read_rows(
+    opened: list[Model], prompts, sources, numbers, rows: int
+) -> tuple[Array, History, list[Cache]]:
+    """Reads the prompts of these numbers, one a row: (logits, history, caches of all models).
 
-    A prompt like the first is not read again, so that many samples for one prompt begin at once.
+    Rows without a prompt hold the first one. A prompt equal to the first is not read again, so
+    many samples of one prompt cost one reading.
     """
-    texts = [(list(prompts[i]), [] if sources is None else sources[i]) for i in numbers if i < len(prompts)]
-
-    def read_by_all(texts: list[tuple[list[int], Any]]) -> tuple[Array, History, list[Cache]]:
-        some, given = [prompt for prompt, _ in texts], [source for _, source in texts]
-        found = [read(model, some, given if model.source_length else None) for model in opened]
-        return found[0][0], found[0][2], [cache for _, cache, _ in found]
-
+    texts = [
+        (list(prompts[i]), [] if sources is None else sources[i])
+        for i in numbers
+        if i < len(prompts)
+    ]
+    first_prompt, first_source = texts[0]
     others = [
-        row for row, (prompt, source) in enumerate(texts)
-        if prompt != texts[0][0] or not np.array_equal(source, texts[0][1])
-    ]  # fmt: skip
+        row
+        for row, (prompt, source) in enumerate(texts)
+        if prompt != first_prompt or not np.array_equal(source, first_source)
+    ]
     if others and fit_one_batch([len(prompt) for prompt, _ in texts], rows):
-        return read_by_all(texts + texts[:1] * (rows - len(texts)))
-    batch = repeat(rows, read_by_all(texts[:1]))
+        return read_by_all(opened, texts + texts[:1] * (rows - len(texts)))
+    batch = repeat(rows, read_by_all(opened, texts[:1]))
     for row in others:
-        batch = insert(batch, jax.device_put(np.int32(row)), read_by_all([texts[row]]))
+        batch = insert(batch, jax.device_put(np.int32(row)), read_by_all(opened, [texts[row]]))
     return batch
 
 
-def new_tokens(history: History, row: int, stop_tokens: Sequence[int]) -> list[int]:
-    """What follows the prompt of a row, up to its stop token. The arrays are on the host."""
-    tokens = history.tokens[row, history.prompt[row] : history.length[row]].tolist()
-    return tokens[:-1] if tokens and tokens[-1] in stop_tokens else tokens
+def read_by_all(
+    opened: list[Model], texts: list[tuple[list[int], Any]]
+) -> tuple[Array, History, list[Cache]]:
+    """(logits, history, caches of all models) after these (prompt, source) texts.
+
+    The logits are those of the first model.
+    """
+    prompts = [prompt for prompt, _ in texts]
+    sources = [source for _, source in texts]
+    results = [read(model, prompts, sources if model.source_length else None) for model in opened]
+    logits, _, history = results[0]
+    return logits, history, [cache for _, cache, _ in results]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="cache")
-def _read(config, dtype, sizes, params, tokens, lengths, options, whole, cache):
-    cache = init_cache(config, len(tokens), *sizes, text_lengths=whole) if cache is None else cache
+def _read(config, dtype, sizes, params, tokens, lengths, options, text_lengths, cache):
+    if cache is None:
+        cache = init_cache(config, len(tokens), *sizes, text_lengths=text_lengths)
     return prefill(config, params, tokens, cache, lengths=lengths, dtype=dtype, **options)
 
 
 @partial(jax.jit, donate_argnames="cache")
-def _first_tokens(logits, cache, history: History, ends, indices, is_unused, key, settings: Settings) -> DecodeState:
+def _first_tokens(
+    logits, cache, history: History, ends, indices, is_unused, key, settings: Settings
+) -> DecodeState:
     keys = jax.vmap(partial(jax.random.fold_in, key))(indices)
-    return append(DecodeState(history, cache, ends, is_unused, keys, jnp.zeros_like(is_unused)), logits, settings)
-
-
-@partial(jax.jit, static_argnums=0)
-def repeat(rows: int, one: Any) -> Any:
-    """A tree of one row as one of so many equal rows, split over the mesh where there is one."""
-    split = partial(P, mesh_axes("batch", rows) or None)
-
-    def repeated(x):
-        x = jnp.broadcast_to(x, (rows, *x.shape[1:]))
-        return with_sharding(x, split(*[P.UNCONSTRAINED] * (x.ndim - 1))) if is_split() else x
-
-    return jax.tree.map(repeated, one)
-
-
-@partial(jax.jit, donate_argnums=0)
-def insert(tree: Any, row, one: Any) -> Any:
-    """The tree with another row in place of this one; every array has the rows first, `one` has a single row."""
-    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0), tree, one)
+    return append(
+        DecodeState(history, cache, ends, is_unused, keys, jnp.zeros_like(is_unused)),
+        logits,
+        settings,
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _run(config, dtype, params, state: DecodeState, settings: Settings, steps, least) -> DecodeState:
-    """Up to `steps` more tokens in each row, as long as at least `least` rows are not done."""
+def _run(
+    config, dtype, params, state: DecodeState, settings: Settings, steps, least
+) -> DecodeState:
+    """Adds up to `steps` tokens to each row, while at least `least` rows are not done."""
 
     def advance(carry):
         step, state = carry
@@ -425,18 +404,3 @@ def _run(config, dtype, params, state: DecodeState, settings: Settings, steps, l
         return (carry[0] < steps) & (jnp.sum(~carry[1].done) >= least)
 
     return jax.lax.while_loop(more, advance, (jnp.int32(0), state))[1]
-
-
-def append(state: DecodeState, logits: Array, settings: Settings) -> DecodeState:
-    """Each row that is not done with one more token, picked by the logits [B, V]; it ends where filters leave no token."""
-    history, done = state.history, state.done
-    logits = with_logical_constraint(logits, "batch", None)  # filters go over a vocabulary many times
-    keys = jax.vmap(jax.random.fold_in)(state.keys, history.length - history.prompt)
-    filtered = settings.filtered(logits, history)
-    largest = jnp.max(filtered, axis=-1)
-    broken = state.broken | ~done & jnp.isnan(largest)
-    token = draw(filtered, keys, settings.temperature)
-    done = done | (largest == -jnp.inf) | broken
-    history = history.extend(token[:, None], jnp.where(done, 0, 1))
-    done = done | jnp.isin(token, settings.stop_tokens) | (history.length >= state.end)
-    return replace(state, history=history, done=done, broken=broken)

@@ -1,4 +1,7 @@
-"""A model as decoding takes it: checked against the prompts, with lengths that few programs serve."""
+"""Opens a model for decoding: checks it against the prompts, and rounds lengths up.
+
+Rounded lengths need few compiled programs.
+"""
 
 import itertools
 import operator
@@ -18,77 +21,136 @@ from jaxformer.models.config import EncoderDecoder, ModelConfig, Patches
 from jaxformer.ops.positions import rotation_until
 from jaxformer.sharding import is_explicit, platform
 
-Tokens = Sequence[int] | Int[Array, " _"] | Int[np.ndarray, " _"]  # of a text
-Prompts = Sequence[Tokens] | Int[Array, "_ _"] | Int[np.ndarray, "_ _"]  # an array: of texts of one length
+Tokens = Sequence[int] | Int[Array, " _"] | Int[np.ndarray, " _"]  # the tokens of one text
+# several texts; in an array they have one length
+Prompts = Sequence[Tokens] | Int[Array, "_ _"] | Int[np.ndarray, "_ _"]
 
 
 class Model(NamedTuple):
-    """What the compiled programs of decoding have in common."""
+    """A model, and the lengths and dtypes that its compiled programs share."""
 
     config: Any
     params: Any  # as `prepare` makes them
     dtype: Any
-    cache_length: int  # most tokens of a row
-    source_length: int  # most tokens of a source
+    cache_length: int  # largest number of tokens of a row
+    source_length: int  # largest number of tokens of a source
     cache_dtype: Any
-    ahead: int = 0  # how many tokens its caches can take back
+    ahead: int = 0  # number of tokens that its caches can take back
 
 
-def open_model(config, params, prompts, max_tokens, sources, dtype=None, cache_dtype=None, ahead: int = 0) -> Model:
-    """The model for these prompts, which are only read if `max_tokens` is None. ConfigError for what does not fit it."""
-    problems = _wrong_dtypes(dtype, cache_dtype), _problems(config, prompts, max_tokens, sources)
-    for problem in itertools.chain(*problems):
+def open_model(
+    config, params, prompts, max_tokens, sources, dtype=None, cache_dtype=None, ahead: int = 0
+) -> Model:
+    """The model for these prompts. With `max_tokens` None, the prompts are read but not continued.
+
+    Raises ConfigError for prompts, sources or dtypes that do not fit the model.
+    """
+    wrong_dtypes = _wrong_dtypes(dtype, cache_dtype)
+    problems = _problems(config, prompts, max_tokens, sources)
+    for problem in itertools.chain(wrong_dtypes, problems):
         raise ConfigError(f"generate: {problem}")
-    floats = (leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating))
+    floats = (
+        leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    )
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
-    source_length = bucket(max(map(len, sources)), config.encoder) if sources is not None else 0
-    cache_length = bucket(sum(_longest(prompts, 0 if max_tokens is None else max_tokens)), models.last_stack(config))
-    if cache_dtype is None:  # to write one token, XLA:CPU makes a cache of 16 bits one of 32, and back
+    source_length = 0 if sources is None else bucket(max(map(len, sources)), config.encoder)
+    longest = sum(_longest(prompts, 0 if max_tokens is None else max_tokens))
+    cache_length = bucket(longest, models.last_stack(config))
+    if cache_dtype is None:
+        # to write one token, XLA:CPU converts a 16-bit cache to 32 bits and back
         cache_dtype = jnp.promote_types(dtype, jnp.float32) if platform() == "cpu" else dtype
-    return Model(config, prepare(config, params, dtype), dtype, cache_length, source_length, jnp.dtype(cache_dtype), ahead)
+    return Model(
+        config,
+        prepare(config, params, dtype),
+        dtype,
+        cache_length,
+        source_length,
+        jnp.dtype(cache_dtype),
+        ahead,
+    )
 
 
 def bucket(length: int, config: ModelConfig) -> int:
-    """The length to compile for: at most a quarter more, so that four programs serve all lengths from n to 2 n."""
+    """The length to compile for: `length` rounded up by at most a quarter.
+
+    So four programs serve all lengths from n to 2 n.
+    """
     step = max(16, 1 << length.bit_length() >> 3)
     length = -(-length // step) * step
     return min(length, config.position_limit)
 
 
 def rotation_end(model: Model, length: int) -> int:
-    """How long a text of `length` tokens may grow until its cache has to be read anew: its last token is not read."""
+    """The length to which a text of `length` tokens may grow before its cache must be read anew.
+
+    The last token of a text is not read, so it may lie one position beyond the rotations.
+    """
     until = rotation_until(models.last_stack(model.config).positions, length)
     return model.cache_length if until is None else until + 1
 
 
 def check_rotations(name: str, config, prompts, max_tokens: int | Tokens) -> None:
-    """Raises NotImplementedError where a text may outgrow the rotations of its cache, which only `generate` reads anew."""
+    """Raises NotImplementedError if a text may outgrow the rotations of its cache.
+
+    Only `generate` reads such a text anew.
+    """
     positions = models.last_stack(config).positions
-    for prompt, count in zip(prompts, np.broadcast_to(max_tokens, len(prompts)).tolist(), strict=True):
+    counts = np.broadcast_to(max_tokens, len(prompts)).tolist()
+    for prompt, count in zip(prompts, counts, strict=True):
         until = rotation_until(positions, len(prompt))
         if until is not None and len(prompt) + count > until + 1:
-            problem = f"{len(prompt)} + {count} new tokens exceed the original length of {positions}"
-            advice = f"its rotations change there; give at most {max(until + 1 - len(prompt), 0)} new tokens, or use `generate`"
+            problem = (
+                f"{len(prompt)} + {count} new tokens exceed the original length of {positions}"
+            )
+            advice = (
+                "its rotations change there; "
+                f"give at most {max(until + 1 - len(prompt), 0)} new tokens, or use `generate`"
+            )
             raise NotImplementedError(f"{name}: {problem}; {advice}")
 
 
-def _longest(texts, more: int | Tokens) -> tuple[int, int]:
-    """(tokens, new tokens) of the text that is the longest with those that follow: so many for all, or for each."""
-    return max(zip(map(len, texts), np.broadcast_to(more, len(texts)).tolist(), strict=True), key=sum)
+def padded(tokens: Any, length: int) -> np.ndarray:
+    """The tokens, then zeros, [1, length]."""
+    return np.pad(np.asarray(tokens, np.int32), (0, length - len(tokens)))[None]
+
+
+def source_inputs(model: Model, sources: Sequence[Any]) -> dict[str, np.ndarray]:
+    """The sources as arguments of `models.apply`: padded rows of tokens, or a batch of images."""
+    if isinstance(model.config.encoder.embedding, Patches):
+        return {"source": np.stack(sources)}
+    tokens = [padded(source, model.source_length) for source in sources]
+    ids = [padded([1] * len(source), model.source_length) for source in sources]
+    return {"source": np.concatenate(tokens), "source_segment_ids": np.concatenate(ids)}
+
+
+def _longest(texts, new_tokens: int | Tokens) -> tuple[int, int]:
+    """(tokens, new tokens) of the text with the largest sum.
+
+    `new_tokens` is one number for all texts, or one for each.
+    """
+    counts = np.broadcast_to(new_tokens, len(texts)).tolist()
+    return max(zip(map(len, texts), counts, strict=True), key=sum)
 
 
 def _wrong_dtypes(dtype, cache_dtype) -> Iterator[str]:
-    """One line for each precision in which numbers cannot be kept. Integers would cut them off without an error."""
+    """One line for each unsupported dtype. Integers would cut off fractions without an error."""
     floats = [jnp.dtype(name) for name in ("float16", "bfloat16", "float32", "float64")]
     if dtype is not None and jnp.dtype(dtype) not in floats:
-        yield f"dtype={jnp.dtype(dtype)}: expected float16, bfloat16, float32 or float64; `quantize` gives weights in 8 bits"
+        yield (
+            f"dtype={jnp.dtype(dtype)}: expected float16, bfloat16, float32 or float64; "
+            "`quantize` gives weights in 8 bits"
+        )
     if cache_dtype is not None and jnp.dtype(cache_dtype) not in (*floats, jnp.dtype("int8")):
-        yield f"cache_dtype={jnp.dtype(cache_dtype)}: expected float16, bfloat16, float32, float64 or int8"
+        yield (
+            f"cache_dtype={jnp.dtype(cache_dtype)}: "
+            "expected float16, bfloat16, float32, float64 or int8"
+        )
 
 
 def _problems(config, prompts, max_tokens: int | Tokens | None, sources) -> Iterator[str]:
-    """One line for each thing that does not fit the model."""
-    decoder, pair = models.last_stack(config), isinstance(config, EncoderDecoder)
+    """One line for each argument that does not fit the model."""
+    decoder = models.last_stack(config)
+    pair = isinstance(config, EncoderDecoder)
     if is_explicit():
         yield "a mesh of Explicit axes is for training; put the parameters on one of Auto axes"
     if pair != (sources is not None):
@@ -99,20 +161,40 @@ def _problems(config, prompts, max_tokens: int | Tokens | None, sources) -> Iter
         yield "prompts: expected a list of tokens for each text, such as [[1, 2, 3]]"
     if not prompts or not all(map(len, prompts)):
         yield "a prompt is empty; give at least one token (a start token, a newline)"
-    if max_tokens is not None and (np.shape(max_tokens) not in ((), (len(prompts),)) or np.min(max_tokens) < 1):
+    if max_tokens is not None and (
+        np.shape(max_tokens) not in ((), (len(prompts),)) or np.min(max_tokens) < 1
+    ):
         yield f"max_tokens={max_tokens}: must be at least 1, of all prompts or of each"
     images = pair and isinstance(config.encoder.embedding, Patches)
     if images:
         expected = (*config.encoder.embedding.image, config.encoder.embedding.channels)
-        yield from (f"source image {np.shape(image)}: expected {expected}" for image in sources if np.shape(image) != expected)
-    texts = [("source", sources, config.encoder, 0)] if pair and not images else []
-    for name, rows, stack, new in (*texts, ("prompt", prompts, decoder, 0 if max_tokens is None else max_tokens)):
-        for token in itertools.chain.from_iterable(rows):
-            whole = isinstance(token, SupportsIndex)
-            if not whole:
-                yield f"{name} token {token!r} is no whole number; a tokenizer's `encode` makes tokens of a text"
-            elif not 0 <= operator.index(token) < stack.vocab_size:
-                yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"
-        (longest, new), limit = _longest(rows, new), stack.position_limit
-        if longest + new > limit:
-            yield f"{longest} {name}{f' + {new} new' if new else ''} tokens exceed the {limit} learned positions"
+        yield from (
+            f"source image {np.shape(image)}: expected {expected}"
+            for image in sources
+            if np.shape(image) != expected
+        )
+    if pair and not images:
+        yield from _problems_of_texts("source", sources, config.encoder, 0)
+    new_tokens = 0 if max_tokens is None else max_tokens
+    yield from _problems_of_texts("prompt", prompts, decoder, new_tokens)
+
+
+def _problems_of_texts(
+    name: str, texts, stack: ModelConfig, new_tokens: int | Tokens
+) -> Iterator[str]:
+    """One line for each token outside the vocabulary, and one if a text exceeds the positions."""
+    for token in itertools.chain.from_iterable(texts):
+        if not isinstance(token, SupportsIndex):
+            yield (
+                f"{name} token {token!r} is no whole number; "
+                "a tokenizer's `encode` makes tokens of a text"
+            )
+        elif not 0 <= operator.index(token) < stack.vocab_size:
+            yield f"{name} token {token} is outside the vocabulary of {stack.vocab_size}"
+    longest, new = _longest(texts, new_tokens)
+    limit = stack.position_limit
+    if longest + new > limit:
+        yield (
+            f"{longest} {name}{f' + {new} new' if new else ''} tokens "
+            f"exceed the {limit} learned positions"
+        )

@@ -1,4 +1,4 @@
-"""The likeliest continuations of prompts by beam search, and how likely given continuations are."""
+"""`search`: the likeliest continuations of prompts. `score`: the likelihood of continuations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,18 +11,20 @@ import numpy as np
 from jax import Array
 
 from jaxformer import models
+from jaxformer.decoding.arguments import as_filters, as_lists, padded_stop_tokens, rows_for
 from jaxformer.decoding.beam import BeamOutput, Beams, beam_search
 from jaxformer.decoding.filters import Filter
-from jaxformer.decoding.generate import (
-    as_filters,
-    as_lists,
+from jaxformer.decoding.generate import read_rows
+from jaxformer.decoding.model import (
+    Model,
+    Prompts,
+    Tokens,
+    bucket,
+    check_rotations,
+    open_model,
     padded,
-    read_rows,
-    rows_for,
     source_inputs,
-    stops,
 )
-from jaxformer.decoding.model import Prompts, Tokens, bucket, check_rotations, open_model
 from jaxformer.decoding.steps import decode_step, logits_of
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import heads
@@ -38,119 +40,208 @@ class Hypothesis(NamedTuple):
 
 
 def search(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
-    sources: Sequence[Any] | None = None, beams: Beams = Beams(), filters: Sequence[Filter] = (),
-    stop_tokens: Tokens = (), rows: int = 8, dtype=None,
-) -> list[list[Hypothesis]]:  # fmt: skip
-    """The `beams.n_best` best continuations of each prompt, best first; `rows` prompts are searched at a time.
+    config: ModelConfig | EncoderDecoder,
+    params: Any,
+    prompts: Prompts,
+    max_tokens: int | Tokens,
+    *,
+    sources: Sequence[Any] | None = None,
+    beams: Beams = Beams(),
+    filters: Sequence[Filter] = (),
+    stop_tokens: Tokens = (),
+    rows: int = 8,
+    dtype=None,
+) -> list[list[Hypothesis]]:
+    """The `beams.n_best` best continuations of each prompt, best first.
 
-    There may be fewer, but at least one, which may be empty: a text is listed once. Arguments and errors are those of
-    `generate`. Filters change log-probabilities, and so scores. Raises NotImplementedError for texts that would outgrow the
-    rotations of their cache (LongRoPE, a dynamic NTK).
+    No text is listed twice, so there may be fewer than `n_best`. There is at least one, which may
+    be empty. `rows` prompts are searched at a time. Filters change log-probabilities, and so
+    scores. Arguments and errors are those of `generate`. Raises NotImplementedError for texts that
+    would outgrow the rotations of their cache (LongRoPE, a dynamic NTK).
     """
     check_whole("search: rows", rows)
-    prompts, stop_tokens = as_lists(prompts), as_lists(stop_tokens)
+    prompts = as_lists(prompts)
+    stop_tokens = as_lists(stop_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, dtype)
     check_rotations("search", config, prompts, max_tokens)
-    rows = rows_for(rows, prompts)
-    stop_ids = stops(stop_tokens, models.last_stack(config).vocab_size)
+    rows = rows_for(rows, len(prompts))
+    stop_ids = padded_stop_tokens(stop_tokens, models.last_stack(config).vocab_size)
     settings = jax.device_put((beams, stop_ids, as_filters(filters, model)))
-    counts, found = np.broadcast_to(max_tokens, len(prompts)), []
+    counts = np.broadcast_to(max_tokens, len(prompts)).astype(np.int32)
+    hypotheses = []
     for first in range(0, len(prompts), rows):
         numbers = range(first, min(first + rows, len(prompts)))
         batch = read_rows([model], prompts, sources, numbers, rows)
-        count = np.pad(counts[first : first + rows], (0, rows - len(numbers)), constant_values=1).astype(np.int32)
-        best = on_host(_search(model.config, model.dtype, model.params, *batch, jax.device_put(count), *settings))
-        found += [_hypotheses(beams, best, row, len(prompts[i]), set(stop_tokens)) for row, i in enumerate(numbers)]
-    return found
+        without_prompt = rows - len(numbers)
+        limits = np.pad(counts[first : first + rows], (0, without_prompt), constant_values=1)
+        arrays = (*batch, jax.device_put(limits), *settings)
+        best = on_host(_search(model.config, model.dtype, model.params, *arrays))
+        hypotheses += [
+            _hypotheses(beams, best, row, len(prompts[i]), set(stop_tokens))
+            for row, i in enumerate(numbers)
+        ]
+    return hypotheses
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _search(config, dtype, params, logits, history, caches, max_tokens, beams: Beams, stop_tokens, filters) -> BeamOutput:
+def _search(
+    config, dtype, params, logits, history, caches, max_tokens, beams: Beams, stop_tokens, filters
+) -> BeamOutput:
     (cache,) = caches
-    source = cache.source  # which all beams of a text share
+    source = cache.source  # all beams of a text share it
 
     def advance(tokens: Array, cache):
-        logits, cache = decode_step(config, params, tokens[:, None], replace(cache, source=source), dtype=dtype)
+        logits, cache = decode_step(
+            config, params, tokens[:, None], replace(cache, source=source), dtype=dtype
+        )
         return logits[:, 0], replace(cache, source=None)
 
-    return beam_search(advance, logits, replace(cache, source=None), history, max_tokens, beams, stop_tokens, filters)
+    return beam_search(
+        advance,
+        logits,
+        replace(cache, source=None),
+        history,
+        max_tokens,
+        beams,
+        stop_tokens,
+        filters,
+    )
 
 
-def _hypotheses(beams: Beams, best: BeamOutput, row: int, prompt: int, stop_tokens: set[int]) -> list[Hypothesis]:
-    """The texts that were found for one prompt. Raises ConfigError for scores that are no numbers, and where none was found."""
-    found = []
+def _hypotheses(
+    beams: Beams, best: BeamOutput, row: int, prompt: int, stop_tokens: Any
+) -> list[Hypothesis]:
+    """The texts that were found for the prompt in `row`, which has `prompt` tokens.
+
+    Raises ConfigError if a score is NaN, and if no text was found.
+    """
+    hypotheses = []
     for m in range(beams.n_best):
-        length, total = int(best.length[row, m]), float(best.total[row, m])
-        new = best.tokens[row, m, prompt:length].tolist()
+        length = int(best.length[row, m])
+        total = float(best.total[row, m])
         if total > -np.inf:
+            new = best.tokens[row, m, prompt:length].tolist()
+            shown = new[:-1] if new and new[-1] in stop_tokens else new
             score = _score_of(beams, total, length - prompt, float(best.score[row, m]))
-            found.append(Hypothesis(new[:-1] if new and new[-1] in stop_tokens else new, score))
-    if not found or any(np.isnan(hypothesis.score) for hypothesis in found):
+            hypotheses.append(Hypothesis(shown, score))
+    if not hypotheses or any(np.isnan(hypothesis.score) for hypothesis in hypotheses):
         problem = "the model's logits, or the scores of your length_penalty, are not numbers (NaN)"
-        raise ConfigError(f"search: {problem}; look at its parameters (a run that diverged?) and at `dtype`")
-    return found
+        raise ConfigError(
+            f"search: {problem}; look at its parameters (a run that diverged?) and at `dtype`"
+        )
+    return hypotheses
 
 
 def _score_of(beams: Beams, total: float, length: int, score: float) -> float:
-    """The score in float64, whose range is that of length penalties; a function of the user's computed its own."""
+    """The score in float64, whose range suits every length penalty.
+
+    `score` is returned where the penalty is a user's function.
+    """
     logs = beams.log_divisor(np.float64(max(length, 1)), np.log)
     with np.errstate(over="ignore"):
         return score if logs is None else float(total * np.exp(-logs))
 
 
 class Score(NamedTuple):
-    """How likely a continuation is."""
+    """The likelihood of a continuation."""
 
     log_likelihood: float  # the sum over its tokens, in nats
-    greedy: bool  # whether each of its tokens is the likeliest one
+    greedy: bool  # whether every token is the likeliest one
     tokens: list[float]  # log-likelihood of each token
 
 
 def score(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts,
-    continuations: Prompts, *, sources: Sequence[Any] | None = None, rows: int = 8, dtype=None,
-) -> list[Score]:  # fmt: skip
-    """The log-likelihood of each continuation after its prompt, sum_t log p(y_t | x, y_<t), in batches of `rows`.
+    config: ModelConfig | EncoderDecoder,
+    params: Any,
+    prompts: Prompts,
+    continuations: Prompts,
+    *,
+    sources: Sequence[Any] | None = None,
+    rows: int = 8,
+    dtype=None,
+) -> list[Score]:
+    """The log-likelihood of each continuation y after its prompt x: sum_t log p(y_t | x, y_<t).
 
-    Raises ConfigError as `generate` does, for an empty continuation, and where a mask would show its tokens before they count.
+    `rows` texts are scored at a time. Raises ConfigError as `generate` does, for an empty
+    continuation, and for a mask under which a token of the continuation sees itself or later ones.
     """
-    prompts, continuations = as_lists(prompts), as_lists(continuations)
-    texts = (*prompts, *continuations)
-    if not all(hasattr(text, "__len__") for text in texts):
-        raise ConfigError("score: expected a list of tokens for each prompt and continuation, such as [[1, 2, 3]]")
-    if len(prompts) != len(continuations) or not texts or not all(map(len, texts)):
-        raise ConfigError(f"score: {len(prompts)} prompts need as many continuations; no prompt or continuation may be empty")
+    prompts = as_lists(prompts)
+    continuations = as_lists(continuations)
+    _check_texts(prompts, continuations)
     check_whole("score: rows", rows)
-    vocabulary = models.last_stack(config).vocab_size
-    for *_, last in continuations:  # `open_model` checks what is read, which is all but this
-        if not 0 <= last < vocabulary:
-            raise ConfigError(f"score: token {last} is outside the vocabulary of {vocabulary}")
-    shortest, longest = min(map(len, prompts)), max(map(len, prompts)) + max(map(len, continuations))
-    if heads.shows_labels(models.last_stack(config), shortest, longest):
-        raise ConfigError(f"score: the mask shows tokens behind a prompt of {shortest} to earlier ones, which predict them")
+    _check_labels(models.last_stack(config), prompts, continuations)
     config = models.evaluation(config)
     texts = [[*prompt, *new] for prompt, new in zip(prompts, continuations, strict=True)]
     model = open_model(config, params, [text[:-1] for text in texts], None, sources, dtype)
-    rows, found = rows_for(rows, texts), []
+    rows = rows_for(rows, len(texts))
+    scores = []
     for first in range(0, len(texts), rows):
         index = [min(i, len(texts) - 1) for i in range(first, first + rows)]
-        some = [texts[i] for i in index]
-        length = bucket(max(map(len, some)) - 1, models.last_stack(config))
-        tokens, labels = (np.concatenate([padded(text[part], length) for text in some]) for part in (slice(-1), slice(1, None)))
-        options = {"segment_ids": np.concatenate([padded([1] * (len(text) - 1), length) for text in some])}
-        if sources is not None:
-            options |= source_inputs(model, [sources[i] for i in index])
-        logs, greedy = on_host(_score(config, model.dtype, model.params, *jax.device_put((tokens, labels, options))))
+        arrays = jax.device_put(_shifted(model, texts, sources, index))
+        logs, greedy = on_host(_score(config, model.dtype, model.params, *arrays))
         for row, i in enumerate(range(first, min(first + rows, len(texts)))):
-            place = slice(len(prompts[i]) - 1, len(texts[i]) - 1)
-            found.append(Score(float(logs[row, place].sum()), bool(greedy[row, place].all()), logs[row, place].tolist()))
-    return found
+            labels = slice(len(prompts[i]) - 1, len(texts[i]) - 1)
+            log_likelihoods = logs[row, labels]
+            total = float(log_likelihoods.sum())
+            is_greedy = bool(greedy[row, labels].all())
+            scores.append(Score(total, is_greedy, log_likelihoods.tolist()))
+    return scores
+
+
+def _check_texts(prompts: Any, continuations: Any) -> None:
+    """Raises ConfigError unless both are lists of texts, as many of each, and none is empty."""
+    texts = (*prompts, *continuations)
+    if not all(hasattr(text, "__len__") for text in texts):
+        raise ConfigError(
+            "score: expected a list of tokens for each prompt and continuation, such as [[1, 2, 3]]"
+        )
+    if len(prompts) != len(continuations) or not texts or not all(map(len, texts)):
+        raise ConfigError(
+            f"score: {len(prompts)} prompts need as many continuations; "
+            "no prompt or continuation may be empty"
+        )
+
+
+def _check_labels(stack: ModelConfig, prompts: Any, continuations: Any) -> None:
+    """Raises ConfigError for a last token outside the vocabulary, and for a mask that shows labels.
+
+    `open_model` checks the other tokens: the model reads them, but not the last one.
+    """
+    for *_, last in continuations:
+        if not 0 <= last < stack.vocab_size:
+            raise ConfigError(
+                f"score: token {last} is outside the vocabulary of {stack.vocab_size}"
+            )
+    shortest = min(map(len, prompts))
+    longest = max(map(len, prompts)) + max(map(len, continuations))
+    if heads.shows_labels(stack, shortest, longest):
+        raise ConfigError(
+            f"score: the mask shows tokens behind a prompt of {shortest} to earlier ones, "
+            "which predict them"
+        )
+
+
+def _shifted(
+    model: Model, texts: Sequence[Any], sources: Sequence[Any] | None, index: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """(tokens [B, T], labels [B, T], options of `models.encode`) of the texts in `index`."""
+    batch = [texts[i] for i in index]
+    length = bucket(max(map(len, batch)) - 1, models.last_stack(model.config))
+    tokens = np.concatenate([padded(text[:-1], length) for text in batch])
+    labels = np.concatenate([padded(text[1:], length) for text in batch])
+    segments = np.concatenate([padded([1] * (len(text) - 1), length) for text in batch])
+    options = {"segment_ids": segments}
+    if sources is not None:
+        options |= source_inputs(model, [sources[i] for i in index])
+    return tokens, labels, options
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _score(config, dtype, params, tokens, labels, options):
-    """(log-likelihood of each label, whether it is the likeliest) [B, T]; the logits of one row at a time."""
+    """(log-likelihood of each label, whether it is the likeliest token), both [B, T].
+
+    The logits of one row are computed at a time, because those of all rows need much memory.
+    """
     hidden = models.encode(config, params, tokens, dtype=dtype, **options).hidden
 
     def row(inputs):

@@ -1,4 +1,4 @@
-"""Speculative decoding: a cheap draft proposes tokens, and one step of the model checks them all.
+"""Speculative decoding: a cheap draft proposes tokens, and one step of the model checks them.
 
 Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2023, arXiv:2302.01318.
 """
@@ -16,21 +16,19 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxformer import masks, models
-from jaxformer.decoding.filters import Filter, History
-from jaxformer.decoding.generate import (
-    DecodeState,
+from jaxformer.decoding.arguments import (
     Settings,
-    append,
     as_key,
     as_lists,
-    check_numbers,
-    new_tokens,
-    read_rows,
+    check_logits,
     rows_for,
     sampling_settings,
 )
-from jaxformer.decoding.model import Prompts, Tokens, check_rotations, open_model
+from jaxformer.decoding.filters import Filter, History
+from jaxformer.decoding.generate import read_rows
+from jaxformer.decoding.model import Model, Prompts, Tokens, check_rotations, open_model
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
+from jaxformer.decoding.state import DecodeState, append, new_tokens
 from jaxformer.decoding.steps import decode_step
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models.config import EncoderDecoder, ModelConfig
@@ -38,42 +36,53 @@ from jaxformer.sharding import on_host
 
 
 class Speculation(NamedTuple):
-    """Continuations, and how well the draft foresaw them."""
+    """Continuations, and how many tokens of the draft the model accepted."""
 
     tokens: list[list[int]]  # as `generate` returns them
-    proposed: list[int]  # for each prompt, tokens of the draft that the model judged
-    accepted: list[int]  # how many of these it took
+    proposed: list[int]  # for each prompt, the number of draft tokens that the model checked
+    accepted: list[int]  # for each prompt, the number of draft tokens that it accepted
 
 
 class Proposal(NamedTuple):
-    """What a draft proposes."""
+    """The tokens that a draft proposes."""
 
     tokens: Array  # [B, A]
-    probabilities: Array | None = None  # [B, A, V], from which each was drawn; None: there was no choice
+    # [B, A, V], the distribution of each token; None: the draft had no choice
+    probabilities: Array | None = None
     cache: Any = None  # of the draft
 
 
 @struct.dataclass
 class Draft:
-    """A model of the same vocabulary as draft; `dtype` None: that of its parameters."""
+    """A smaller model of the same vocabulary as draft; `dtype` None: that of its parameters."""
 
     config: Any = struct.field(pytree_node=False)
     params: Any
     dtype: Any = struct.field(pytree_node=False, default=None)
 
-    def propose(self, ahead: int, history: History, cache: Any, most, keys, settings: Settings) -> Proposal:
-        """Tokens drawn one after another, of which row b needs `most[b]`."""
+    def propose(
+        self, ahead: int, history: History, cache: Any, proposed, keys, settings: Settings
+    ) -> Proposal:
+        """Draws `ahead` tokens for each row, one after another; row b needs only `proposed[b]`."""
         config = _causal(self.config)
+        temperature = settings.temperature
 
         def step(carry, i):
             history, cache = carry
-            # after a proposal that was taken whole, two tokens are new to the cache; otherwise one of two is read again
-            two = jnp.take_along_axis(history.tokens, history.length[:, None] + jnp.array([[-2, -1]]), axis=1)
-            cache, new = replace(cache, lengths=history.length - 2), jnp.where(i < most, 1, 0)
-            logits, cache = decode_step(config, self.params, two, cache, lengths=2 * new, dtype=self.dtype)
+            # if all proposed tokens were accepted, two tokens are new to the cache; otherwise one
+            # of the two is read again
+            two = jnp.take_along_axis(
+                history.tokens, history.length[:, None] + jnp.array([[-2, -1]]), axis=1
+            )
+            cache = replace(cache, lengths=history.length - 2)
+            new = jnp.where(i < proposed, 1, 0)
+            logits, cache = decode_step(
+                config, self.params, two, cache, lengths=2 * new, dtype=self.dtype
+            )
             logits = settings.filtered(logits[:, 1], history)
-            token = draw(logits, _fold(keys, i), settings.temperature)
-            return (history.extend(token[:, None], new), cache), (token, probabilities(logits, settings.temperature))
+            token = draw(logits, _fold(keys, i), temperature)
+            history = history.extend(token[:, None], new)
+            return (history, cache), (token, probabilities(logits, temperature))
 
         (_, cache), (tokens, q) = lax.scan(step, (history, cache), jnp.arange(ahead))
         return Proposal(tokens.T, q.swapaxes(0, 1), cache)
@@ -81,9 +90,11 @@ class Draft:
 
 @struct.dataclass
 class Lookup:
-    """No model: what followed where the last tokens of a row, at most n, stood before. Saxena 2023, prompt lookup decoding.
+    """A draft without a model: the tokens that followed an earlier copy of a row's last tokens.
 
-    The longest match counts, of equals the latest; beyond the end of the row it repeats. Without a match, the row's beginning.
+    It looks for the longest earlier match of at most n last tokens. Of equally long matches it
+    takes the latest. Tokens beyond the end of the row repeat those after the match. Without a
+    match, it proposes the row's beginning. Saxena 2023, prompt lookup decoding.
     """
 
     n: int = struct.field(pytree_node=False, default=3)
@@ -91,137 +102,208 @@ class Lookup:
     def __post_init__(self):
         check_whole("Lookup.n", self.n)
 
-    def propose(self, ahead: int, history: History, cache: Any, most, keys, settings: Settings) -> Proposal:
-        """The tokens after the match, `ahead` of them."""
-        tokens, length = history.tokens, history.length[:, None]
-        ends = jnp.arange(tokens.shape[1])[None]  # slots behind a match
-        same, matched = ends < length, jnp.zeros(tokens.shape, jnp.int32)
+    def propose(
+        self, ahead: int, history: History, cache: Any, proposed, keys, settings: Settings
+    ) -> Proposal:
+        """The `ahead` tokens after the match."""
+        tokens = history.tokens
+        length = history.length[:, None]
+        S = tokens.shape[1]
+        ends = jnp.arange(S)[None]  # positions after a match
+        is_match = ends < length
+        match_lengths = jnp.zeros(tokens.shape, jnp.int32)
         for i in range(self.n):
             last = jnp.take_along_axis(tokens, jnp.maximum(length - 1 - i, 0), axis=1)
-            same &= (ends > i) & (jnp.roll(tokens, i + 1, axis=1) == last)
-            matched += same
-        best = jnp.argmax(jnp.where(matched > 0, matched * tokens.shape[1] + ends, 0), axis=1, keepdims=True)
-        return Proposal(jnp.take_along_axis(tokens, best + jnp.arange(ahead)[None] % (length - best), axis=1))
+            is_match &= (ends > i) & (jnp.roll(tokens, i + 1, axis=1) == last)
+            match_lengths += is_match
+        # the longest match has the largest rank; of equally long ones, the latest
+        rank = jnp.where(match_lengths > 0, match_lengths * S + ends, 0)
+        best = jnp.argmax(rank, axis=1, keepdims=True)
+        positions = best + jnp.arange(ahead)[None] % (length - best)
+        return Proposal(jnp.take_along_axis(tokens, positions, axis=1))
 
 
 def speculate(
-    config: ModelConfig | EncoderDecoder, params: Any, prompts: Prompts, max_tokens: int | Tokens, *,
-    draft: Draft | Lookup, ahead: int = 4, sources: Sequence[Sequence[int]] | None = None, sampling: Sampling = Sampling(),
-    filters: Sequence[Filter] = (), key: Array | None = None, stop_tokens: Tokens = (), rows: int = 16, dtype=None,
-) -> Speculation:  # fmt: skip
-    """Continuations with the distribution of `generate`, in fewer steps of the model; at temperature 0 the same tokens.
+    config: ModelConfig | EncoderDecoder,
+    params: Any,
+    prompts: Prompts,
+    max_tokens: int | Tokens,
+    *,
+    draft: Draft | Lookup,
+    ahead: int = 4,
+    sources: Sequence[Sequence[int]] | None = None,
+    sampling: Sampling = Sampling(),
+    filters: Sequence[Filter] = (),
+    key: Array | None = None,
+    stop_tokens: Tokens = (),
+    rows: int = 16,
+    dtype=None,
+) -> Speculation:
+    """Continuations with the distribution of `generate`, in fewer steps of the model.
 
-    A step checks `ahead` tokens of the draft, whose logits pass the same filters. `rows` prompts are continued at a time,
-    until the last of them is done. Arguments and errors are those of `generate`; ConfigError also for a draft of another
-    vocabulary, NotImplementedError for a mixer that cannot take tokens back and for texts that would outgrow the rotations of
-    their cache (LongRoPE, a dynamic NTK).
+    At temperature 0 the tokens are those of `generate`. A step checks `ahead` tokens of the draft,
+    whose logits pass the same filters. `rows` prompts are continued at a time, until the last of
+    them is done.
+
+    Arguments and errors are those of `generate`. Raises ConfigError also for a draft of another
+    vocabulary. Raises NotImplementedError for a mixer that cannot take tokens back, and for texts
+    that would outgrow the rotations of their cache (LongRoPE, a dynamic NTK).
     """
     _check(config, draft, ahead)
     check_whole("speculate: rows", rows)
-    prompts, stop_tokens = as_lists(prompts), as_lists(stop_tokens)
-    opened = [open_model(config, params, prompts, max_tokens, sources, dtype, ahead=ahead)]
+    prompts = as_lists(prompts)
+    stop_tokens = as_lists(stop_tokens)
+    model = open_model(config, params, prompts, max_tokens, sources, dtype, ahead=ahead)
+    opened = [model]
     if isinstance(draft, Draft):
-        given = sources if isinstance(draft.config, EncoderDecoder) else None
-        opened += [open_model(draft.config, draft.params, prompts, max_tokens, given, draft.dtype, ahead=ahead)]
+        opened.append(_open_draft(draft, prompts, max_tokens, sources, ahead))
         draft = replace(draft, params=opened[1].params, dtype=opened[1].dtype)
-    ahead = min(ahead, *(each.cache_length - 1 for each in opened))  # more tokens than a row has slots are never taken
+    # more tokens than a row can hold are never accepted
+    ahead = min(ahead, *(each.cache_length - 1 for each in opened))
     for each in opened:
         check_rotations("speculate", each.config, prompts, max_tokens)
-    settings = jax.device_put(sampling_settings(opened[0], filters, sampling, stop_tokens))
-    key, rows, most = as_key(key), rows_for(rows, prompts), np.broadcast_to(max_tokens, len(prompts))
-    limits = [len(prompt) + int(count) for prompt, count in zip(prompts, most, strict=True)]
-    found, main = Speculation([], [], []), opened[0]
+    settings = jax.device_put(sampling_settings(model, filters, sampling, stop_tokens))
+    key = as_key(key)
+    rows = rows_for(rows, len(prompts))
+    counts = np.broadcast_to(max_tokens, len(prompts))
+    limits = [len(prompt) + int(count) for prompt, count in zip(prompts, counts, strict=True)]
+    result = Speculation([], [], [])
     for first in range(0, len(prompts), rows):
         ends = np.array(limits[first : first + rows], np.int32)
         index = np.arange(first, first + rows, dtype=np.int32)
-        numbers = jax.device_put((np.pad(ends, (0, rows - len(ends))), index))  # no text ends at 0: such rows are empty
+        # no text ends at 0: a row that does is empty
+        numbers = jax.device_put((np.pad(ends, (0, rows - len(ends))), index))
         batch = read_rows(opened, prompts, sources, index, rows)
-        state, _, counts = _run(main.config, main.dtype, ahead, main.params, draft, *batch, *numbers, key, settings)
-        history, broken, counts = on_host((state.history, state.broken, counts))
+        arrays = (*batch, *numbers, key, settings)
+        state, _, judged = _run(model.config, model.dtype, ahead, model.params, draft, *arrays)
+        history, broken, judged = on_host((state.history, state.broken, judged))
         for row in range(len(ends)):
-            check_numbers(broken[row], first + row)
-            found.tokens.append(new_tokens(history, row, stop_tokens))
-            found.proposed.append(int(counts[row, 0]))
-            found.accepted.append(int(counts[row, 1]))
-    return found
+            check_logits(broken[row], first + row)
+            result.tokens.append(new_tokens(history, row, stop_tokens))
+            result.proposed.append(int(judged[row, 0]))
+            result.accepted.append(int(judged[row, 1]))
+    return result
+
+
+def _open_draft(draft: Draft, prompts, max_tokens, sources, ahead: int) -> Model:
+    """The draft's model for these prompts; only an encoder-decoder reads the sources."""
+    read_sources = sources if isinstance(draft.config, EncoderDecoder) else None
+    return open_model(
+        draft.config, draft.params, prompts, max_tokens, read_sources, draft.dtype, ahead=ahead
+    )
 
 
 def _check(config, draft, ahead: int) -> None:
-    """Raises what `speculate` says."""
-    own, size = (models.last_stack(each).vocab_size for each in (config, getattr(draft, "config", config)))
-    if size != own:
-        raise ConfigError(f"speculate: a draft of {size} tokens for a model of {own}: not one vocabulary")
+    """Raises ConfigError for a draft of another vocabulary, and for an `ahead` below 1."""
+    size = models.last_stack(config).vocab_size
+    draft_size = models.last_stack(getattr(draft, "config", config)).vocab_size
+    if draft_size != size:
+        raise ConfigError(
+            f"speculate: a draft of {draft_size} tokens for a model of {size}: not one vocabulary"
+        )
     if ahead < 1 or getattr(draft, "n", 1) < 1:
         raise ConfigError(f"speculate: ahead={ahead}, {draft}: must be at least 1")
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnames="caches")
-def _run(config, dtype, ahead: int, params, draft, logits, history, caches, ends, index, key, settings):
-    """(the texts when all are done, the cache of the draft, [B, 2] how many tokens were proposed and accepted)."""
+def _run(
+    config, dtype, ahead: int, params, draft, logits, history, caches, ends, index, key, settings
+):
+    """(the state when all texts are done, the draft's cache, numbers of tokens [B, 2]).
+
+    The two numbers are those of proposed and of accepted tokens.
+    """
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
-    state = append(DecodeState(history, caches[0], ends, ends == 0, keys, ends < 0), logits, settings)
-    start = state, caches[-1] if len(caches) > 1 else None, jnp.zeros((len(ends), 2), jnp.int32)
+    state = append(
+        DecodeState(history, caches[0], ends, ends == 0, keys, ends < 0), logits, settings
+    )
+    draft_cache = caches[-1] if len(caches) > 1 else None
+    start = state, draft_cache, jnp.zeros((len(ends), 2), jnp.int32)
     step = partial(_round, _causal(config), dtype, ahead, params, draft, settings)
     return lax.while_loop(lambda carry: ~carry[0].done.all(), step, start)
 
 
 def _round(config, dtype, ahead: int, params, draft, settings: Settings, carry):
-    """In each row that is not done, the tokens of the draft that are accepted, and one more."""
-    state, cache, counts = carry
-    history, going = state.history, jnp.where(state.done, 0, 1)
-    most = going * jnp.minimum(state.end - history.length - 1, ahead)  # so that no token beyond the limit is read
+    """Adds the accepted draft tokens and one more token to each row that is not done."""
+    state, draft_cache, counts = carry
+    history = state.history
+    is_open = jnp.where(state.done, 0, 1)
+    # no token beyond the end of a row may be read
+    proposed = is_open * jnp.minimum(state.end - history.length - 1, ahead)
     keys = _fold(state.keys, history.length - history.prompt)
-    proposal = draft.propose(ahead, history, cache, most, keys, settings)
-    tokens, slots = history.extend(proposal.tokens, most).tokens, history.length[:, None] + jnp.arange(ahead + 1)[None]
-    last = jnp.take_along_axis(tokens, slots - 1, axis=1, mode="clip")
-    cache = replace(state.cache, lengths=history.length - 1)  # what was rejected is taken back
-    logits, cache = decode_step(config, params, last, cache, lengths=going + most, dtype=dtype)
-    repeated = jax.tree.map(lambda x: jnp.repeat(x, ahead + 1, axis=0), replace(history, tokens=tokens))
-    each = replace(repeated, length=slots.reshape(-1))
-    p = probabilities(settings.filtered(logits.reshape(len(slots) * (ahead + 1), -1), each), settings.temperature)
-    p = p.reshape(logits.shape)
-    new, taken = accept(p, proposal, most, keys, settings.temperature)
-    mass = jnp.take_along_axis(p.sum(axis=2), taken[:, None], axis=1)[:, 0]  # 0: filters left no token behind those taken
+    proposal = draft.propose(ahead, history, draft_cache, proposed, keys, settings)
+    tokens = history.extend(proposal.tokens, proposed).tokens
+    lengths = history.length[:, None] + jnp.arange(ahead + 1)[None]  # before each new token
+    last = jnp.take_along_axis(tokens, lengths - 1, axis=1, mode="clip")
+    cache = replace(state.cache, lengths=history.length - 1)  # takes rejected tokens back
+    read = is_open + proposed
+    logits, cache = decode_step(config, params, last, cache, lengths=read, dtype=dtype)
+    repeated = jax.tree.map(
+        lambda x: jnp.repeat(x, ahead + 1, axis=0), replace(history, tokens=tokens)
+    )
+    before_each = replace(repeated, length=lengths.reshape(-1))
+    filtered = settings.filtered(logits.reshape(len(lengths) * (ahead + 1), -1), before_each)
+    p = probabilities(filtered, settings.temperature).reshape(logits.shape)
+    new, accepted = accept(p, proposal, proposed, keys, settings.temperature)
+    # 0: filters left no token after the accepted ones
+    mass = jnp.take_along_axis(p.sum(axis=2), accepted[:, None], axis=1)[:, 0]
     broken = state.broken | ~state.done & jnp.isnan(mass)
-    count = taken + (mass > 0)
-    stop = jnp.isin(new, settings.stop_tokens) & (jnp.arange(ahead + 1)[None] < count[:, None])
-    stopped = stop.any(axis=1)
-    history = history.extend(new, going * jnp.where(stopped, jnp.argmax(stop, axis=1) + 1, count))
+    count = accepted + (mass > 0)
+    is_stop = jnp.isin(new, settings.stop_tokens) & (jnp.arange(ahead + 1)[None] < count[:, None])
+    stopped = is_stop.any(axis=1)
+    up_to_stop = jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, count)
+    history = history.extend(new, is_open * up_to_stop)
     done = state.done | stopped | (history.length >= state.end) | ~(mass > 0)
     state = replace(state, history=history, cache=cache, done=done, broken=broken)
-    return state, proposal.cache, counts + jnp.stack([most, taken], axis=1)
+    return state, proposal.cache, counts + jnp.stack([proposed, accepted], axis=1)
 
 
 def accept(
-    p: Float[Array, "B T V"], proposal: Proposal, most: Int[Array, " B"], keys: Array, temperature: Any
+    p: Float[Array, "B T V"],
+    proposal: Proposal,
+    proposed: Int[Array, " B"],
+    keys: Array,
+    temperature: Any,
 ) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
-    """(new tokens, how many of them were proposed): these, then one more; the rest of a row is its copy.
+    """(new tokens, number of accepted ones): accepted draft tokens, then one sampled token.
 
-    A token d that was drawn from q is taken with probability min(1, p(d) / q(d)), up to `most` and to the first that is not;
-    the one more is drawn from max(p - q, 0), or from p where none was rejected: so that all follow p.
+    Copies of the sampled token fill the rest of a row. A token d that was drawn from q is accepted
+    with probability min(1, p(d) / q(d)). A row accepts at most `proposed` tokens, and none after
+    the first rejected one. The sampled token is drawn from max(p - q, 0), or from p if no token was
+    rejected. So every new token has the distribution p.
     """
-    A, q = proposal.tokens.shape[1], proposal.probabilities
+    A = proposal.tokens.shape[1]
+    q = proposal.probabilities
     q = jax.nn.one_hot(proposal.tokens, p.shape[2]) if q is None else q
 
     def of_token(x):
         return jnp.take_along_axis(x, proposal.tokens[..., None], axis=2)[..., 0]
 
     level = jax.vmap(lambda key: jax.random.uniform(key, (A,)))(_fold(keys, A))
-    drawn = of_token(q) > 0  # a draft whose filters left no token drew none
-    accepted = drawn & (level * of_token(q) < of_token(p[:, :A])) & (jnp.arange(A)[None] < most[:, None])
-    taken = jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
-    p, q = (jnp.take_along_axis(x, taken[:, None, None], axis=1, mode="clip")[:, 0] for x in (p, q))
-    rest = jnp.where((taken < most)[:, None], jnp.maximum(p - q, 0), p)
-    rest = jnp.where(rest.sum(axis=1, keepdims=True) > 0, rest, p)  # p = q but for rounding
-    more = draw(jnp.log(rest), _fold(keys, A + 1), temperature)[:, None]
-    return jnp.where(jnp.arange(A + 1)[None] < taken[:, None], jnp.pad(proposal.tokens, ((0, 0), (0, 1))), more), taken
+    drawn = of_token(q) > 0  # False: filters left the draft no token, so it drew none
+    is_proposed = jnp.arange(A)[None] < proposed[:, None]
+    is_accepted = drawn & (level * of_token(q) < of_token(p[:, :A])) & is_proposed
+    # a row accepts no token after the first rejected one
+    count = jnp.cumprod(is_accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    p = jnp.take_along_axis(p, count[:, None, None], axis=1, mode="clip")[:, 0]
+    q = jnp.take_along_axis(q, count[:, None, None], axis=1, mode="clip")[:, 0]
+    rest = jnp.where((count < proposed)[:, None], jnp.maximum(p - q, 0), p)
+    rest = jnp.where(rest.sum(axis=1, keepdims=True) > 0, rest, p)  # p = q up to rounding
+    sampled = draw(jnp.log(rest), _fold(keys, A + 1), temperature)[:, None]
+    padded_draft = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+    return jnp.where(jnp.arange(A + 1)[None] < count[:, None], padded_draft, sampled), count
 
 
 def _causal(config: Any) -> Any:
-    """The config, with masks under which no token sees a later one, as if each were read alone. A prefix shows later ones."""
+    """The config with causal masks, so that no token sees a later one, as in decoding one by one.
+
+    A mask such as a prefix would show later tokens.
+    """
     if isinstance(config, EncoderDecoder):
         return replace(config, decoder=_causal(config.decoder))
-    return replace(config, masks=tuple(m if masks.is_causal(m) else m & masks.causal() for m in config.masks))
+    return replace(
+        config, masks=tuple(m if masks.is_causal(m) else m & masks.causal() for m in config.masks)
+    )
 
 
 def _fold(keys: Array, numbers) -> Array:

@@ -1,4 +1,4 @@
-"""The two steps of decoding: `prefill` reads prompts, `decode_step` the tokens that follow."""
+"""The two steps of decoding: `prefill` reads prompts, `decode_step` reads the tokens after them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,33 +19,41 @@ from jaxformer.sharding import is_split
 
 
 def prepare(config: ModelConfig | EncoderDecoder, params: Tree, dtype=None) -> Tree:
-    """Parameters as decoding reads them: a tree for each layer, matrices in `dtype` (their own), in the platform's best order.
+    """Parameters as decoding reads them: one tree for each layer, in the platform's best layout.
 
-    All functions of `jaxformer.decoding` take these parameters, and plain ones, which they prepare at each call.
+    Matrices are in `dtype` (None: their own). Every function of `jaxformer.decoding` takes these
+    parameters. It also takes plain ones, and prepares them at each call.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+    if isinstance(_last_tree(config, params)["layers"], tuple):
+        return params  # prepared before
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(params)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    ]
     platforms = {device.platform for leaf in leaves for device in leaf.devices()}
-    prepared = isinstance(_last_tree(config, params)["layers"], tuple)
-    return params if prepared else prepare_params(config, params, dtype, platforms)
+    return prepare_params(config, params, dtype, platforms)
 
 
-def prepare_params(config: ModelConfig | EncoderDecoder, params: Tree, dtype, platforms: set[str]) -> Tree:
-    """Plain parameters as `prepare` makes them of arrays on devices of these platforms."""
+def prepare_params(
+    config: ModelConfig | EncoderDecoder, params: Tree, dtype, platforms: set[str]
+) -> Tree:
+    """`prepare` of plain parameters, for arrays on devices of these platforms."""
     store = _transposed if platforms in ({"cpu"}, {"gpu"}) and not is_split() else _cast
     return _prepare(config, store, dtype, params)
 
 
 def quantize(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
-    """The parameters of `prepare` with matrices in 8 bits: `ops.einsum` multiplies by them, other functions refuse them.
+    """The parameters of `prepare`, with matrices in int8 and a scale max |w| / 127 for each output.
 
-    An output channel has one scale, max |w| / 127. Routed experts keep their precision, and so does a table of tokens that
-    is not the head's.
+    `ops.einsum` multiplies by these matrices; other functions refuse them. Routed experts keep
+    their precision, and so does a table of tokens that is not the head's.
     """
     return _prepare(config, _in_int8, models.last_stack(config).tie_embeddings, params)
 
 
 def round_to_int8(spec: Tree, params: Tree) -> Tree:
-    """Plain parameters with matrices rounded as `quantize` does, to measure what that costs."""
+    """Plain parameters with matrices rounded as by `quantize`, to measure the loss of quality."""
     tied = not any(_is_table(leaf) and leaf.contracts for leaf in jax.tree.leaves(spec))
 
     def rounded(spec: Spec, leaf: Array) -> Array:
@@ -59,49 +67,65 @@ def round_to_int8(spec: Tree, params: Tree) -> Tree:
     return _map_declared(rounded, spec, params)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))  # two equal `partial`s differ: one of them as argument would compile anew
+# `store` and `option` are two arguments: equal `partial`s differ, so a new one would compile anew
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _prepare(config, store: Callable, option, params):
     store = partial(store, option)
-    if isinstance(config, EncoderDecoder):
-        return params | {"decoder": _prepare_stack(config.decoder, store, params["decoder"], config.encoder.d_model)}
-    return _prepare_stack(config, store, params)
+    if not isinstance(config, EncoderDecoder):
+        return _prepare_stack(config, store, params)
+    width = config.encoder.d_model
+    return params | {"decoder": _prepare_stack(config.decoder, store, params["decoder"], width)}
 
 
-def _prepare_stack(config: ModelConfig, store, params: Tree, source_width: int | None = None) -> Tree:
+def _prepare_stack(
+    config: ModelConfig, store, params: Tree, source_width: int | None = None
+) -> Tree:
     kinds = [kind.spec for kind in layout.kinds(config, source_width)]
     layers = layout.unstacked(config, params["layers"])
     spec = models.transformer.spec(config, source_width)
-    models.transformer.check_params({name: part for name, part in spec.items() if name != "heads"}, params)
-    tree = _map_declared(store, spec, {name: part for name, part in params.items() if name != "layers"})
-    return tree | {"layers": tuple(jax.tree.map(store, kinds[i % len(kinds)], layer) for i, layer in enumerate(layers))}
+    without_heads = {name: tree for name, tree in spec.items() if name != "heads"}
+    models.transformer.check_params(without_heads, params)
+    without_layers = {name: tree for name, tree in params.items() if name != "layers"}
+    stored = [jax.tree.map(store, kinds[i % len(kinds)], layer) for i, layer in enumerate(layers)]
+    return _map_declared(store, spec, without_layers) | {"layers": tuple(stored)}
 
 
 def _map_declared(function: Callable, spec: Tree, params: Tree) -> Tree:
-    """function(spec, leaf) of each leaf that the spec has. Others, heads of another use of the stack, stay as they are."""
+    """function(spec, leaf) for each leaf that the spec declares. Other leaves are unchanged.
+
+    Such leaves are heads for another use of the stack.
+    """
     declared = paths(spec)
-    return map_with_name(lambda path, leaf: function(declared[path], leaf) if path in declared else leaf, params)
+    return map_with_name(
+        lambda path, leaf: function(declared[path], leaf) if path in declared else leaf, params
+    )
 
 
 def _cast(dtype, spec: Spec, leaf: Array) -> Array:
-    """A matrix in `dtype`; also the table of tokens, which may be the head's."""
+    """A matrix in `dtype`. The table of tokens counts as a matrix: it may be the head's too."""
     return leaf.astype(dtype or leaf.dtype) if spec.contracts or _is_table(spec) else leaf
 
 
 def _transposed(dtype, spec: Spec, leaf: Array) -> Array | StoredWeight:
-    """The same, with the axes that products sum over last.
+    """A matrix in `dtype`, with the axes last over which products sum.
 
-    XLA:CPU packs other matrices anew for every product. XLA:GPU makes of one row's product with such a matrix a multiplication
-    and a sum, with an array of float32 as large as the matrix between them.
+    XLA:CPU packs other matrices anew for every product. For the product of one row with another
+    matrix, XLA:GPU compiles a multiplication and a sum, with a float32 array as large as the
+    matrix between them.
     """
-    order, leaf = _order(spec), _cast(dtype, spec, leaf)
-    stays = not spec.contracts or "expert" in spec.axes or order == tuple(range(leaf.ndim))
-    return leaf if stays else StoredWeight(leaf.transpose(order), order)
+    order = _order(spec)
+    leaf = _cast(dtype, spec, leaf)
+    if not spec.contracts or "expert" in spec.axes or order == tuple(range(leaf.ndim)):
+        return leaf
+    return StoredWeight(leaf.transpose(order), order)
 
 
 def _in_int8(tied: bool, spec: Spec, leaf: Array) -> Array | StoredWeight:
     if _is_table(spec) and (tied or spec.contracts):
         return int8_weight(leaf, (0, 1), 1)
-    return int8_weight(leaf, _order(spec), len(spec.contracts)) if spec.contracts and "expert" not in spec.axes else leaf
+    if not spec.contracts or "expert" in spec.axes:
+        return leaf
+    return int8_weight(leaf, _order(spec), len(spec.contracts))
 
 
 def _order(spec: Spec) -> tuple[int, ...]:
@@ -113,26 +137,38 @@ def _is_table(spec: Spec) -> bool:
 
 
 def prefill(
-    config: ModelConfig | EncoderDecoder, params: Tree, tokens: Int[Array, "B T"], cache: Cache, *, lengths=None, **options
+    config: ModelConfig | EncoderDecoder,
+    params: Tree,
+    tokens: Int[Array, "B T"],
+    cache: Cache,
+    *,
+    lengths=None,
+    **options,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """(logits after the last token of each prompt, the cache with all of them), of whole prompts or of their next piece.
+    """Reads whole prompts, or their next piece: (logits after each row's last token, new cache).
 
-    `lengths` [B]: how many of a row's tokens are text; the rest is padding. In a new cache, attention is that of training, of
-    tokens from position 0 on under a mask that is known when it is compiled; later pieces read the cache. Under a mask that
-    shows later tokens (a prefix), give the whole prompt: a piece sees nothing behind it. `options` are those of
-    `models.apply`: `dtype`, `source`. Raises ConfigError for rows or tokens that do not fit the cache.
+    `lengths` [B] is the number of text tokens in each row; the tokens after them are padding. With
+    a new cache, attention is that of training: tokens start at position 0, and the mask is known
+    at compile time. Later pieces read the cache. Under a mask that shows later tokens (a prefix),
+    give the whole prompt, because a piece does not see the tokens after it. `options` are those of
+    `models.apply`: `dtype`, `source`. Raises ConfigError for rows or tokens that do not fit the
+    cache.
     """
     output = models.encode(config, params, tokens, cache=cache, lengths=lengths, **options)
-    # only of the last tokens: of a long prompt, all logits would be larger than the cache
+    # logits of the last tokens only: those of a whole long prompt would be larger than the cache
     last = jnp.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     hidden = jnp.take_along_axis(output.hidden, last[:, None, None] - 1, axis=1)
-    return logits_of(config, params, hidden)[:, 0].astype(jnp.promote_types(hidden.dtype, jnp.float32)), output.cache
+    logits = logits_of(config, params, hidden)[:, 0]
+    return logits.astype(jnp.promote_types(hidden.dtype, jnp.float32)), output.cache
 
 
-def logits_of(config: ModelConfig | EncoderDecoder, params: Tree, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """What the model's first head makes of hidden states."""
-    read = models.transformer.read(models.last_stack(config), _last_tree(config, params), models.Output(None, hidden))
-    return read.logits
+def logits_of(
+    config: ModelConfig | EncoderDecoder, params: Tree, hidden: Float[Array, "B T D"]
+) -> Float[Array, "B T V"]:
+    """The logits of the model's first head for these hidden states."""
+    stack = models.last_stack(config)
+    output = models.Output(None, hidden)
+    return models.transformer.read(stack, _last_tree(config, params), output).logits
 
 
 def _last_tree(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
@@ -141,8 +177,17 @@ def _last_tree(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
 
 
 def decode_step(
-    config: ModelConfig | EncoderDecoder, params: Tree, tokens: Int[Array, "B T"], cache: Cache, *, lengths=None, **options
+    config: ModelConfig | EncoderDecoder,
+    params: Tree,
+    tokens: Int[Array, "B T"],
+    cache: Cache,
+    *,
+    lengths=None,
+    **options,
 ) -> tuple[Float[Array, "B T V"], Cache]:
-    """(logits after each of T tokens more, the cache with them): one token, a draft to check, or a piece of a long prompt."""
+    """Reads T more tokens in each row: (logits after each of them, the new cache).
+
+    They are one new token, a draft to check, or a piece of a long prompt.
+    """
     output = models.apply(config, params, tokens, cache=cache, lengths=lengths, **options)
     return output.logits, output.cache

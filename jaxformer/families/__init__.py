@@ -2,12 +2,16 @@
 
     checkpoint = families.load("path/to/checkpoint")            # or a hub name, "gpt2"
     models.apply(checkpoint.config, checkpoint.params, tokens, segment_ids=attention_mask)
-    generate(checkpoint.config, checkpoint.params, prompts, 50, **checkpoint.decoding())  # its stop and banned tokens
+    options = checkpoint.decoding()                             # its stop and banned tokens
+    generate(checkpoint.config, checkpoint.params, prompts, 50, **options)
     families.save("out/", checkpoint)                           # transformers opens it
 
-With `segment_ids`, positions count the tokens alone. In transformers only those of RoBERTa and Longformer do: where padding
-comes first, `positions=jnp.arange(T)[None]` gives the numbers of the others. `load(folder, family=mine)` takes a `Family` of
-your own: `family.py` says what it is, `gpt2.py` is the shortest example.
+With `segment_ids`, positions count only tokens, not padding. In transformers, only RoBERTa and
+Longformer count so. For the others, when padding comes first, `positions=jnp.arange(T)[None]` gives
+the numbers of transformers.
+
+`load(folder, family=mine)` takes a `Family` of your own: `family.py` says what it is, `gpt2.py` is
+the shortest example.
 """
 
 # ruff: noqa: F401 (names that the package offers)

@@ -20,11 +20,22 @@ def _write_bigbird(config: Any) -> Json:
     c = {"rescale_embeddings": config.embedding.scale != 1.0, "use_bias": config.has_bias("query")}
     if mixer is None:
         return c | {"attention_type": "original_full"}
-    return c | {"attention_type": "block_sparse", "block_size": mixer.block, "num_random_blocks": mixer.random}
+    return c | {
+        "attention_type": "block_sparse",
+        "block_size": mixer.block,
+        "num_random_blocks": mixer.random,
+    }
 
 
 BIGBIRD = Encoder(  # without BigBirdForQuestionAnswering, whose head also reads the tokens
-    "BigBird", "bert", ("Model", *TASKS, "ForPreTraining", "ForCausalLM"), pooler=".pooler", act="gelu_new",
-    classifier_act=None, keeps_pooler=True, read_mixer=_read_bigbird, write_mixer=_write_bigbird,
-)  # fmt: skip
+    "BigBird",
+    "bert",
+    ("Model", *TASKS, "ForPreTraining", "ForCausalLM"),
+    pooler=".pooler",
+    act="gelu_new",
+    classifier_act=None,
+    keeps_pooler=True,
+    read_mixer=_read_bigbird,
+    write_mixer=_write_bigbird,
+)
 FAMILIES = {"big_bird": encoder(BIGBIRD)}

@@ -6,68 +6,96 @@ from jaxformer.errors import ConfigError
 from jaxformer.families.settings import Json, get
 from jaxformer.models.config import Classification, LanguageModel, TokenClassification
 
-# Heads. `kinds` has those of each class of transformers, by the rest of its name after `prefix`.
-POOLED = Classification(None, pool="position_0", name="pooled")  # BERT pools slot 0 even if it is padding
+# In this file `kinds` has the heads of each class of transformers, by the end of its name.
+# BERT pools position 0 even if it is padding
+POOLED = Classification(None, pool="position_0", name="pooled")
 NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")
 SPAN = TokenClassification(2, name="span")
 
 
 def heads_by_class(
-    kinds: Collection[str], sequence: Classification, language_model=LanguageModel(), base: tuple = ()
+    kinds: Collection[str],
+    sequence: Classification,
+    language_model=LanguageModel(),
+    base: tuple = (),
 ) -> dict[str, tuple]:
-    """The heads of each of these classes. `sequence` classifies a sequence; `base` are the heads of a bare model."""
+    """The heads of each of these classes.
+
+    `sequence` classifies a sequence; `base` are the heads of a bare model.
+    """
     heads = {
-        "Model": base, "ForPreTraining": (language_model, NEXT_SENTENCE), "ForNextSentencePrediction": (NEXT_SENTENCE,),
-        "ForSequenceClassification": (sequence,), "ForQuestionAnswering": (SPAN,),
+        "Model": base,
+        "ForPreTraining": (language_model, NEXT_SENTENCE),
+        "ForNextSentencePrediction": (NEXT_SENTENCE,),
+        "ForSequenceClassification": (sequence,),
+        "ForQuestionAnswering": (SPAN,),
         "ForMultipleChoice": (Classification(1, pool="position_0", name="multiple_choice"),),
         "ForTokenClassification": (TokenClassification(sequence.classes or 0),),
-    }  # fmt: skip
+    }
     return {kind: heads.get(kind, (language_model,)) for kind in kinds}
 
 
 def class_kind(c: Json, prefix: str, kinds: Collection[str]) -> str:
     """The class that wrote the file, one of `kinds` (default: the first). Raises ConfigError."""
     names = [prefix + kind for kind in kinds]
-    written = (c.get("architectures") or names)[0]
+    architecture = (c.get("architectures") or names)[0]
     # the first conversions of LLaMA say LLaMAForCausalLM
-    name = next((name for name in names if name.lower() == str(written).lower()), None)
+    name = next((name for name in names if name.lower() == str(architecture).lower()), None)
     if name is None:
-        raise ConfigError(f"config.json: architecture {written!r}; expected {' or '.join(names)}")
+        expected = " or ".join(names)
+        raise ConfigError(f"config.json: architecture {architecture!r}; expected {expected}")
     return name.removeprefix(prefix)
 
 
 def read_heads(c: Json, prefix: str, kinds: dict[str, tuple]) -> tuple:
+    """The heads of the class that wrote the file."""
     return kinds[class_kind(c, prefix, kinds)]
 
 
 def write_heads(heads: tuple, prefix: str, kinds: dict[str, tuple]) -> Json:
-    """The class and the labels for config.json. Raises ConfigError if no class has heads of these names."""
+    """The class and the labels for config.json.
+
+    Raises ConfigError if no class has heads of these names.
+    """
 
     def names(heads):
         return [head.name for head in heads if head.name != "pooled"]
 
     kind = next((kind for kind in kinds if names(kinds[kind]) == names(heads)), None)
     if kind is None:
-        raise ConfigError(f"model.heads={heads}: expected those of a class {prefix}... of transformers: {kinds}")
+        raise ConfigError(
+            f"model.heads={heads}: expected those of a class {prefix}... of transformers: {kinds}"
+        )
     classes = next((head.classes for head in heads if head.name.endswith("classification")), 0)
     labels = tuple(f"LABEL_{i}" for i in range(classes))  # the names that transformers gives
     return {"architectures": [prefix + kind]} | write_labels(labels)
 
 
 def count_labels(c: Json) -> int:
+    """The number of classes; 2 if config.json does not say."""
     return get(c, "num_labels", None) or len(c.get("id2label") or {"0": 0, "1": 1})
 
 
 def write_labels(labels: tuple[str, ...]) -> Json:
     """The entries of config.json for the class names, if any."""
-    return {"id2label": dict(enumerate(labels)), "label2id": {n: i for i, n in enumerate(labels)}} if labels else {}
+    if not labels:
+        return {}
+    label2id = {name: i for i, name in enumerate(labels)}
+    return {"id2label": dict(enumerate(labels)), "label2id": label2id}
 
 
 KINDS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-DECODER_TASKS = {"classification": "score", "token_classification": "classifier", "span": "qa_outputs"}
+DECODER_TASKS = {
+    "classification": "score",
+    "token_classification": "classifier",
+    "span": "qa_outputs",
+}
 
 
 def heads_of_decoder(c: Json, language_model: str = "ForCausalLM") -> dict[str, tuple]:
-    """The last token that is not padding classifies a sequence."""
+    """The heads of the classes of a decoder.
+
+    A sequence is classified by its last token that is not padding.
+    """
     sequence = Classification(count_labels(c), pool="last", pooler=None, bias=False)
     return heads_by_class((language_model, *KINDS), sequence)

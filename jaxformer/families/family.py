@@ -1,6 +1,7 @@
 """A Hugging Face family as a value, and the mapping between its tensors and our parameters.
 
-`load(folder, family=mine)` takes one of your own. A family reads config.json, writes it, and has a rule for each parameter.
+A family reads config.json, writes it, and has a rule for each parameter.
+`load(folder, family=mine)` takes one of your own.
 """
 
 import math
@@ -16,38 +17,57 @@ from jaxformer.families.settings import Json
 from jaxformer.models.stacks import layout
 from jaxformer.params import Spec, paths
 
-# The layout of their module. linear: torch's, [out, in] (and norms); conv1d: GPT-2's, [in, out]; patches: a convolution;
-# leaf1, leaf2: 1 or 2 axes of length 1 in front; lines: an axis of length 1 after the first; unread: a number for each row of
-# our leaf, which their model never uses. A rule for a leaf of ours (not a module) keeps the order of its axes.
+# The layout of their module:
+#     linear          [out, in] as in torch, and norms
+#     conv1d          [in, out] as in GPT-2
+#     patches         a convolution
+#     leaf1, leaf2    1 or 2 axes of length 1 in front
+#     lines           an axis of length 1 after the first
+#     unread          a number for each row of our leaf, which their model never uses
+# A rule for a leaf of ours (not a module) keeps the order of its axes.
 Kind = Literal["linear", "conv1d", "patches", "leaf1", "leaf2", "lines", "unread"]
 
 
 class Rule(NamedTuple):
-    """Our module or leaf (or several that they fuse) and theirs. Their first `{}` is the layer, the second the expert."""
+    """Maps our module or leaf to theirs; several of ours if they store them as one tensor.
+
+    In `theirs`, the first `{}` stands for the layer and the second for the expert.
+    """
 
     ours: str | tuple[str, ...]
     theirs: str
     kind: Kind = "linear"
-    layers: tuple[int, ...] | None = None  # the layers that it is for; None: all that have the parameter
+    # the layers that the rule is for; None: all that have the parameter
+    layers: tuple[int, ...] | None = None
 
 
 def rules(ours: str, theirs: str, names: dict[str, str], kind: Kind = "linear") -> list[Rule]:
-    """A rule for each entry of `names`, {our name: their name}, with the prefixes `ours` and `theirs`."""
-    return [Rule(ours + our_name, theirs + their_name, kind) for our_name, their_name in names.items()]
+    """One rule for each {our name: their name}, with the prefixes `ours` and `theirs`."""
+    return [
+        Rule(ours + our_name, theirs + their_name, kind) for our_name, their_name in names.items()
+    ]
 
 
 class Family(NamedTuple):
-    """One `model_type`. `read` raises ConfigError for an unsupported setting that changes numbers; `write` is its inverse."""
+    """How the checkpoints of one `model_type` are read and written.
 
-    read: Callable[[Json, Collection[str]], Any]  # (config.json, names of the tensors) -> our config
-    write: Callable[[Any], Json]
-    rules: Callable[[Any], list[Rule]]
-    prefix: str = ""  # files of base models leave it out of names
-    ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"  # buffers
-    heads: str = r"^(lm_head|score|classifier|qa_outputs)\."  # modules of heads: the file may have more than its class
-    aliases: dict[str, str] = {}  # noqa: RUF012 (never written to): {second name of a tied tensor: its first name}
-    tied_without_head: bool = False  # a file without a head is tied, whatever its config.json says (T5 of transformers 5)
-    needs_start: bool = False  # the token that targets begin with must be given to save
+    `read` raises ConfigError for an unsupported setting that changes numbers. `write` is its
+    inverse.
+    """
+
+    # (config.json, names of the tensors) -> our config
+    read: Callable[[Json, Collection[str]], Any]
+    write: Callable[[Any], Json]  # our config -> config.json
+    rules: Callable[[Any], list[Rule]]  # our config -> the rules of its parameters
+    prefix: str = ""  # of tensor names; files of base models leave it out
+    ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"  # a pattern for the names of buffers
+    # a pattern for the modules of heads: a file may have more heads than its class
+    heads: str = r"^(lm_head|score|classifier|qa_outputs)\."
+    # {second name of a tied tensor: its first name}
+    aliases: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    # a file without a head is tied, whatever its config.json says (T5 of transformers 5)
+    tied_without_head: bool = False
+    needs_start: bool = False  # `save` needs the token that targets begin with
 
 
 class Part(NamedTuple):
@@ -59,7 +79,7 @@ class Part(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One tensor of theirs and the parts of ours in it, next to each other in its output axis; no parts if it is unread."""
+    """One tensor of theirs: our parts, side by side along its output axis. Unread: no parts."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
@@ -69,7 +89,9 @@ class Tensor(NamedTuple):
         """The parts of the tensor in our layout."""
         if self.out_first:
             array = np.moveaxis(array, 0, -1)
-        widths = [math.prod(part.shape) * array.shape[-1] // max(array.size, 1) for part in self.parts]
+        widths = [
+            math.prod(part.shape) * array.shape[-1] // max(array.size, 1) for part in self.parts
+        ]
         pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1)
         return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
@@ -87,68 +109,101 @@ class Tensor(NamedTuple):
 
 
 def plan(family: Family, config: Any, allow_missing: str | None = None) -> dict[str, Tensor]:
-    """All tensors of a file, by name. ConfigError for a leaf that the family's files cannot hold, unless `allow_missing`."""
+    """All tensors in a file of this config, by name.
+
+    Raises ConfigError for a leaf of ours that the family's files cannot hold, unless its path
+    matches `allow_missing`.
+    """
     leaves = paths(models.spec(config))
     tensors: dict[str, Tensor] = {}
     for rule in family.rules(config):
-        modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
-        for ours, theirs in {"": "", "/kernel": ".weight", "/scale": ".weight", "/bias": ".bias"}.items():
-            for places in zip(*(_places(config, module + ours) for module in modules), strict=True):
-                chosen = rule.layers is None or places[0].layer in rule.layers
-                if chosen and places[0].path in leaves:
-                    tensors |= _tensors(rule, rule.theirs + theirs, places, [leaves[place.path] for place in places])
-    extra = sorted(leaves.keys() - {part.path for tensor in tensors.values() for part in tensor.parts})
-    if extra := [path for path in extra if allow_missing is None or not re.search(allow_missing, path)]:
+        tensors |= _tensors_of_rule(rule, config, leaves)
+    planned = {part.path for tensor in tensors.values() for part in tensor.parts}
+    extra = sorted(leaves.keys() - planned)
+    if allow_missing is not None:
+        extra = [path for path in extra if not re.search(allow_missing, path)]
+    if extra:
         raise ConfigError(f"this family has no place for {', '.join(extra[:4])}")
     return tensors
 
 
+# {what follows our name: what follows theirs}: a leaf has the name itself, a module has leaves
+LEAVES = {"": "", "/kernel": ".weight", "/scale": ".weight", "/bias": ".bias"}
+
+
+def _tensors_of_rule(rule: Rule, config: Any, leaves: Mapping[str, Spec]) -> dict[str, Tensor]:
+    """The tensors that a rule describes, by name: for each leaf, layer and expert."""
+    modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
+    tensors: dict[str, Tensor] = {}
+    for ours, theirs in LEAVES.items():
+        places_of_modules = [_places(config, module + ours) for module in modules]
+        for places in zip(*places_of_modules, strict=True):
+            has_layer = rule.layers is None or places[0].layer in rule.layers
+            if has_layer and places[0].path in leaves:
+                specs = [leaves[place.path] for place in places]
+                tensors |= _tensors(rule, rule.theirs + theirs, places, specs)
+    return tensors
+
+
 class Place(NamedTuple):
-    """Where a parameter of one layer is stored: a row of a leaf. Outside of layers: the leaf itself."""
+    """Where a parameter of one layer is stored: at an index of a leaf.
+
+    Outside of layers, it is the leaf itself.
+    """
 
     path: str
     layer: int | None = None
-    row: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()  # of the layer in the leaf
 
 
 def _places(config: Any, path: str) -> list[Place]:
-    """The places of a parameter, by its path without the place in the pattern: of each layer, or of the model."""
+    """The places of a parameter: one for each layer that has it, or one for the model.
+
+    `path` is the parameter's path without the place in the layer pattern.
+    """
     stack, layers, inside = path.rpartition("layers/")
     if not layers:
         return [Place(path)]
-    of_stack = getattr(config, stack.rstrip("/")) if stack else config
-    found = []
-    for segment in layout.segments(of_stack):
+    stack_config = getattr(config, stack.rstrip("/")) if stack else config
+    places = []
+    for segment in layout.segments(stack_config):
         for k in range(segment.count):
-            place, row = segment.place_of(k)
-            stored = f"{stack}layers/{place}/{inside}" if place else path
-            found.append(Place(stored, segment.first + k, (row,)))
-    return found
+            place_in_pattern, row = segment.place_of(k)
+            leaf = f"{stack}layers/{place_in_pattern}/{inside}" if place_in_pattern else path
+            places.append(Place(leaf, segment.first + k, (row,)))
+    return places
 
 
-def _tensors(rule: Rule, theirs: str, places: Sequence[Place], specs: list[Spec]) -> dict[str, Tensor]:
-    """One tensor `theirs`, or one for each expert, of our leaves in these places."""
+def _tensors(
+    rule: Rule, theirs: str, places: Sequence[Place], specs: list[Spec]
+) -> dict[str, Tensor]:
+    """Our leaves in these places as one tensor `theirs`, or as one for each expert."""
     if rule.kind == "unread":
         return {theirs: Tensor(specs[0].shape[:1])}
-    lead, in_module = theirs.count("{}"), theirs != rule.theirs
+    lead = theirs.count("{}")  # axes of layers and experts
+    in_module = theirs != rule.theirs
     matrix = in_module and rule.kind in ("linear", "conv1d")
     shapes = [_matrix_shape(spec, lead) if matrix else spec.shape[lead:] for spec in specs]
     shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
     out_first = in_module and rule.kind in ("linear", "patches")
     if out_first:
         shape = shape[-1:] + shape[:-1]
-    shape = {"leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1])}.get(rule.kind, shape)
+    with_ones = {"leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1])}
+    shape = with_ones.get(rule.kind, shape)
     tensors = {}
-    stored = len(places[0].row)
     layer = () if places[0].layer is None else (places[0].layer,)
-    for expert in np.ndindex(*specs[0].shape[stored:lead]):
-        parts = [Part(place.path, place.row + expert, spec.shape[lead:]) for place, spec in zip(places, specs, strict=True)]
+    layer_axes = len(places[0].index)
+    for expert in np.ndindex(*specs[0].shape[layer_axes:lead]):
+        parts = [
+            Part(place.path, place.index + expert, spec.shape[lead:])
+            for place, spec in zip(places, specs, strict=True)
+        ]
         tensors[theirs.format(*layer, *expert)] = Tensor(shape, tuple(parts), out_first)
     return tensors
 
 
 def _matrix_shape(spec: Spec, lead: int) -> tuple[int, ...]:
-    """The shape of one layer's kernel as a matrix (in, out), or of its bias as a vector, without the first `lead` axes."""
+    """The shape (in, out) of a kernel, or (out,) of a bias, without its `lead` first axes."""
     shape, axes = spec.shape[lead:], spec.axes[lead:]
     if not spec.contracts:
         return (math.prod(shape),)

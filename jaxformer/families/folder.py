@@ -16,15 +16,27 @@ from jaxformer.families.classes import write_labels
 from jaxformer.families.comparison import fields_with_effect
 from jaxformer.families.family import Family, plan
 from jaxformer.families.settings import check_layers
-from jaxformer.families.tokens import LISTS, NAMES, NO_TOKENS, Tokens, read_labels, read_tokens, token_filters, written_tokens
-from jaxformer.families.weights import Config, read_weights, with_stack, with_tie
+from jaxformer.families.tied_head import Config, with_stack, with_tie
+from jaxformer.families.tokens import (
+    LISTS,
+    NAMES,
+    NO_TOKENS,
+    Tokens,
+    read_labels,
+    read_tokens,
+    token_filters,
+    written_tokens,
+)
+from jaxformer.families.weights import read_weights
 from jaxformer.interop import safetensors
 from jaxformer.interop.safetensors import list_names
 from jaxformer.params import paths
 
 # the known families, in the order in which `save` tries them
 KNOWN = (gpt2, llama, reformer, bert, longformer, bigbird, vit, t5, marian)
-FAMILIES: dict[str, Family] = {kind: family for module in KNOWN for kind, family in module.FAMILIES.items()}
+FAMILIES: dict[str, Family] = {
+    kind: family for module in KNOWN for kind, family in module.FAMILIES.items()
+}
 
 
 @dataclass(frozen=True)
@@ -35,30 +47,45 @@ class Checkpoint:
     params: Any
     tokens: Tokens = Tokens()
     labels: tuple[str, ...] = ()
-    model_type: str | None = None  # the family that `save` writes; None: the first that can express the config
-    generation: Mapping[str, Any] = field(default_factory=dict)  # the rest of generation_config.json, such as num_beams
+    # the family that `save` writes; None: the first that can express the config
+    model_type: str | None = None
+    # the rest of generation_config.json, such as num_beams
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
     def decoding(self) -> dict[str, Any]:
-        """The options by which this checkpoint writes: `generate(..., **checkpoint.decoding())`, also for `search`.
+        """The decoding options of this checkpoint: `generate(..., **checkpoint.decoding())`.
 
-        They are its stop tokens, and filters for its banned, suppressed and forced tokens. `generation` is not applied, nor
-        is `forced_eos`. The prompt of an encoder-decoder is `[checkpoint.tokens.start]`.
+        `search` takes them, too. They are its stop tokens, and filters for its banned, suppressed
+        and forced tokens. `generation` and `forced_eos` are not applied. The prompt of an
+        encoder-decoder is `[checkpoint.tokens.start]`.
         """
         return {"stop_tokens": self.tokens.eos, "filters": token_filters(self.tokens)}
 
 
 def load(
-    path: str | Path, *, heads: tuple | None = None, dtype=None, sharding: Any = None, allow_unexpected: str | None = None,
-    allow_missing: str | None = None, key: jax.Array | None = None, revision: str | None = None, family: Family | None = None,
-) -> Checkpoint:  # fmt: skip
-    """A checkpoint from a folder or from the hub.
+    path: str | Path,
+    *,
+    heads: tuple | None = None,
+    dtype=None,
+    sharding: Any = None,
+    allow_unexpected: str | None = None,
+    allow_missing: str | None = None,
+    key: jax.Array | None = None,
+    revision: str | None = None,
+    family: Family | None = None,
+) -> Checkpoint:
+    """Reads a checkpoint from a folder or from the hub.
 
-    The default `dtype` is the file's. `sharding` is one for all parameters or a tree. `heads` replaces the heads of the file:
-    `()` loads only the stack, `(Classification(3),)` is for a new task. Raises ConfigError, before it reads weights, with all
-    tensors that are missing, unexpected or of another shape. The regular expressions `allow_unexpected` (their names) and
-    `allow_missing` (ours) permit exceptions; missing parameters are drawn from `key`. Heads of the file that the model does
-    not have, such as BERT's pooler, are left out: a warning names them. `family` is one of your own, for a `model_type` that
-    is not among `FAMILIES`, or in place of one that is.
+    The default `dtype` is that of the file. `sharding` is one for all parameters, or a tree.
+    `heads` replaces the heads of the file: `()` loads only the stack, `(Classification(3),)` is for
+    a new task. `family` is one of your own, for a `model_type` that is not among `FAMILIES`, or in
+    place of one that is.
+
+    Raises ConfigError, before it reads weights, with a list of all tensors that are missing,
+    unexpected or of another shape. The regular expressions `allow_unexpected` (for their names) and
+    `allow_missing` (for ours) permit exceptions. Missing parameters are drawn from `key`. Heads of
+    the file that the model does not have, such as BERT's pooler, are left out, and a warning names
+    them.
     """
     file = safetensors.open_checkpoint(path, revision)
     family = _family(file, family)
@@ -66,27 +93,42 @@ def load(
     config = with_tie(file, family, checkpoint.config)
     if heads is not None:
         config = with_stack(config, heads=heads)
-    params = read_weights(file, family, config, dtype, sharding, allow_unexpected, allow_missing, key)
-    labels = checkpoint.labels if _classes(config) == len(checkpoint.labels) else ()  # the head may not be loaded
+    params = read_weights(
+        file, family, config, dtype, sharding, allow_unexpected, allow_missing, key
+    )
+    # the head that the labels belong to may not be loaded
+    labels = checkpoint.labels if _classes(config) == len(checkpoint.labels) else ()
     return replace(checkpoint, config=config, params=params, labels=labels)
 
 
-def read_config(path: str | Path, revision: str | None = None, family: Family | None = None) -> Config:
+def read_config(
+    path: str | Path, revision: str | None = None, family: Family | None = None
+) -> Config:
     """The config of the checkpoint that `load` would read, without its parameters."""
     file = safetensors.open_checkpoint(path, revision)
     family = _family(file, family)
     return with_tie(file, family, _read_settings(file, family).config)
 
 
-def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 2_000_000_000, family: Family | None = None) -> None:
-    """Writes config.json and safetensors files of at most `shard_bytes`, which transformers can open.
+def save(
+    folder: str | Path,
+    checkpoint: Checkpoint,
+    *,
+    shard_bytes: int = 2_000_000_000,
+    family: Family | None = None,
+) -> None:
+    """Writes a folder that transformers can open: config.json and safetensors files.
 
-    A new model is `Checkpoint(config, params, Tokens(eos=(2,)))`. `family` is one of your own, for `checkpoint.model_type`.
-    Raises ConfigError if no family can express the config, if tokens or labels are missing or inconsistent, and if `folder`
-    is not empty.
+    A file has at most `shard_bytes`. A new model is `Checkpoint(config, params, Tokens(eos=(2,)))`.
+    `family` is one of your own, for `checkpoint.model_type`. Raises ConfigError if no family can
+    express the config, if tokens or labels are missing or inconsistent, or if `folder` is not
+    empty.
     """
     if family is not None and checkpoint.model_type is None:
-        raise ConfigError(f"{folder}: a family of your own needs Checkpoint(model_type=...), which config.json will say")
+        raise ConfigError(
+            f"{folder}: a family of your own needs Checkpoint(model_type=...), "
+            "which config.json will say"
+        )
     families = FAMILIES if family is None else {str(checkpoint.model_type): family}
     settings = _write_settings(checkpoint.config, checkpoint.model_type, families)
     family = families[settings["model_type"]]
@@ -94,7 +136,8 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 2_000
     if wrong := parameters.mismatch(models.spec(checkpoint.config), checkpoint.params):
         raise ConfigError(f"{folder}: the parameters are not those of the config: {wrong}")
     generation = _write_generation(checkpoint)
-    arrays, tensors = paths(checkpoint.params), []
+    arrays = paths(checkpoint.params)
+    tensors = []  # (name, shape, dtype, function that gives the array)
     for name, tensor in plan(family, checkpoint.config).items():
         dtype = np.dtype(arrays[tensor.parts[0].path].dtype if tensor.parts else np.float32)
         tensors.append((name, tensor.shape, dtype, partial(tensor.theirs, arrays)))
@@ -104,36 +147,48 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, shard_bytes: int = 2_000
 
 
 def _read_settings(file: safetensors.Files, family: Family) -> Checkpoint:
-    """The checkpoint of a folder without parameters."""
+    """The checkpoint of a folder, without parameters."""
     try:
         check_layers(file.config, len(file.names))
-        config, tokens = family.read(file.config, file.names), read_tokens(file.generation, file.config)
+        config = family.read(file.config, file.names)
+        tokens = read_tokens(file.generation, file.config)
         labels = read_labels(file.config)
-        read = {*NAMES.values(), *LISTS.values()}
-        generation = {name: value for name, value in file.generation.items() if name not in read}
     except ConfigError as error:
         raise ConfigError(f"{file.folder}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError) as error:
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        ZeroDivisionError,
+    ) as error:
         raise ConfigError(
-            f"{file.folder}/config.json: cannot be understood ({type(error).__name__}: {str(error)[:200]})"
+            f"{file.folder}/config.json: cannot be understood "
+            f"({type(error).__name__}: {str(error)[:200]})"
         ) from error
+    in_tokens = {*NAMES.values(), *LISTS.values()}
+    generation = {name: value for name, value in file.generation.items() if name not in in_tokens}
     return Checkpoint(config, None, tokens, labels, file.config.get("model_type"), generation)
 
 
-def _family(file: safetensors.Files, given: Family | None) -> Family:
+def _family(file: safetensors.Files, own: Family | None) -> Family:
     """The user's own family, or the one that config.json names."""
-    if given is not None:
-        return given
+    if own is not None:
+        return own
     kind = file.config.get("model_type")
-    own = "or a family of your own: load(folder, family=...)"
     if not isinstance(kind, str) or kind not in FAMILIES:
         name = f"model_type {kind!r} (architectures {file.config.get('architectures')})"
-        raise ConfigError(f"{file.folder}/config.json: {name} is not supported; expected one of {', '.join(FAMILIES)}; {own}")
+        raise ConfigError(
+            f"{file.folder}/config.json: {name} is not supported; "
+            f"expected one of {', '.join(FAMILIES)}; "
+            "or a family of your own: load(folder, family=...)"
+        )
     return FAMILIES[kind]
 
 
 def _write_generation(checkpoint: Checkpoint) -> dict[str, Any]:
-    """generation_config.json; empty where config.json says all."""
+    """generation_config.json; empty if config.json says everything."""
     tokens = checkpoint.tokens
     lists = {key: getattr(tokens, name) for name, key in LISTS.items() if getattr(tokens, name)}
     if not (lists or checkpoint.generation or tokens.forced_bos is not None):
@@ -141,16 +196,24 @@ def _write_generation(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**checkpoint.generation, **written_tokens(tokens), **lists}
 
 
-def _with_tokens(folder: str | Path, checkpoint: Checkpoint, family: Family, settings: dict) -> dict:
+def _with_tokens(
+    folder: str | Path, checkpoint: Checkpoint, family: Family, settings: dict
+) -> dict:
     """config.json with the checkpoint's tokens and labels."""
-    tokens, labels, stack = checkpoint.tokens, checkpoint.labels, models.last_stack(checkpoint.config)
+    tokens, labels = checkpoint.tokens, checkpoint.labels
     if family.needs_start and tokens.start is None:
         raise ConfigError(
-            f"{folder}: a {settings['model_type']} needs the token that targets begin with, Tokens(start=...); got {tokens}"
+            f"{folder}: a {settings['model_type']} needs the token that targets begin with, "
+            f"Tokens(start=...); got {tokens}"
         )
-    offset = getattr(stack.positions, "offset", 0)  # their first position is the pad id + 1
+    # the first position of their table is the pad id + 1
+    positions = models.last_stack(checkpoint.config).positions
+    offset = getattr(positions, "offset", 0)
     if offset and tokens.pad not in (None, offset - 1):
-        raise ConfigError(f"{folder}: tokens.pad={tokens.pad}; the offset of model.positions makes it {offset - 1}")
+        raise ConfigError(
+            f"{folder}: tokens.pad={tokens.pad}; "
+            f"the offset of model.positions makes it {offset - 1}"
+        )
     classes = _classes(checkpoint.config)
     if labels and len(labels) != classes:
         raise ConfigError(f"{folder}: {len(labels)} labels for {classes} classes of model.heads")
@@ -159,11 +222,17 @@ def _with_tokens(folder: str | Path, checkpoint: Checkpoint, family: Family, set
 
 def _classes(config: Config) -> int:
     """The number of classes of the first head that has classes, or 0."""
-    return next((classes for head in models.last_stack(config).heads if (classes := getattr(head, "classes", None))), 0)
+    for head in models.last_stack(config).heads:
+        if classes := getattr(head, "classes", None):
+            return classes
+    return 0
 
 
 def _write_settings(config: Config, model_type: str | None, families: Mapping[str, Family]) -> dict:
-    """config.json of the first family that can express the config: it reads the same config from its file."""
+    """config.json of the first family that can express the config.
+
+    A family can express a config if it reads the same config from the file that it writes.
+    """
     if model_type is not None and model_type not in families:
         raise ConfigError(f"model_type={model_type!r}: expected one of {', '.join(families)}")
     reason = ""
@@ -178,10 +247,15 @@ def _write_settings(config: Config, model_type: str | None, families: Mapping[st
         if family.tied_without_head:  # `load` reads from the weights whether it is tied
             copy = with_stack(copy, tie_embeddings=models.last_stack(config).tie_embeddings)
         fields, read = fields_with_effect(config), fields_with_effect(copy)
-        differences = [name for name in fields | read if fields.get(name, ...) != read.get(name, ...)]
+        differences = [
+            name for name in fields | read if fields.get(name, ...) != read.get(name, ...)
+        ]
         if not differences:
             return settings
         reason = f"cannot express {list_names(differences, str)}"
     if model_type is None:
-        raise ConfigError(f"no family of {', '.join(FAMILIES)} can express this config; give model_type to see why")
+        raise ConfigError(
+            f"no family of {', '.join(FAMILIES)} can express this config; "
+            "give model_type to see why"
+        )
     raise ConfigError(f"model_type={model_type!r}: {reason}")

@@ -21,7 +21,7 @@ class HuggingFace:
         return folder.load(self.name).params
 
     def differences(self, model: Any) -> list[str]:
-        """A line for each field in which `model` computes something else than the model of these weights."""
+        """A line for each field in which `model` differs from the model of these weights."""
         if not isinstance(model, models.ModelConfig | models.EncoderDecoder):
             return []
         return list_differences(differences(folder.read_config(self.name), model))

@@ -9,19 +9,30 @@ from jaxformer.zoo.longformer import Longformer
 
 
 def _read_longformer(c: Json, kind: str):
-    windows, layers = c.get("attention_window", 512), get(c, "num_hidden_layers")
+    layers = get(c, "num_hidden_layers")
+    windows = c.get("attention_window", 512)
     windows = windows if isinstance(windows, list) else [windows] * layers
-    if len(windows) != layers or any(type(width) is not int or width < 2 or width % 2 for width in windows):
-        raise ConfigError(f"config.json: attention_window={reprlib.repr(windows)}: expected an even number for each layer")
-    per_call = kind in ("ForQuestionAnswering", "ForMultipleChoice")  # global tokens come with each call
+    if len(windows) != layers or any(
+        type(width) is not int or width < 2 or width % 2 for width in windows
+    ):
+        raise ConfigError(
+            f"config.json: attention_window={reprlib.repr(windows)}: "
+            "expected an even number for each layer"
+        )
+    # for these classes, each call gives the global tokens
+    per_call = kind in ("ForQuestionAnswering", "ForMultipleChoice")
     tokens = None if per_call else int(kind == "ForSequenceClassification")
     pattern = tuple(Longformer(width, tokens) for width in shortest_pattern(windows))
     return pattern if len(pattern) > 1 else pattern[0]
 
 
 LONGFORMER = ROBERTA._replace(
-    name="Longformer", base="longformer", kinds=("Model", *TASKS, "ForQuestionAnswering"),
+    name="Longformer",
+    base="longformer",
+    kinds=("Model", *TASKS, "ForQuestionAnswering"),
     read_mixer=_read_longformer,
-    write_mixer=lambda config: {"attention_window": [mixer.window for mixer in repeated(config.mixer, config)]},
-)  # fmt: skip
+    write_mixer=lambda config: {
+        "attention_window": [mixer.window for mixer in repeated(config.mixer, config)]
+    },
+)
 FAMILIES = {"longformer": encoder(LONGFORMER)}

@@ -1,4 +1,7 @@
-"""Rotary positions of config.json: transformers 5 has `rope_parameters`, others `rope_theta` and `rope_scaling`."""
+"""Rotary positions in config.json.
+
+transformers 5 has `rope_parameters`; others have `rope_theta` and `rope_scaling`.
+"""
 
 import math
 from typing import Any
@@ -16,18 +19,30 @@ YARN = {"beta_fast": float, "beta_slow": float, "truncate": bool}
 SCALINGS: dict[str, tuple[Any, dict[str, type]]] = {
     "linear": (Linear, {"factor": float}),
     "dynamic": (NTK, {"factor": float, LENGTH: int}),
-    "llama3": (Llama3, {"factor": float, ORIGINAL: int, "low_freq_factor": float, "high_freq_factor": float}),
+    "llama3": (
+        Llama3,
+        {"factor": float, ORIGINAL: int, "low_freq_factor": float, "high_freq_factor": float},
+    ),
     "yarn": (YaRN, {"factor": float, ORIGINAL: int, **YARN, ATTENTION: float}),
-    "longrope": (LongRoPE, {"short_factor": tuple, "long_factor": tuple, ORIGINAL: int, ATTENTION: float}),
+    "longrope": (
+        LongRoPE,
+        {"short_factor": tuple, "long_factor": tuple, ORIGINAL: int, ATTENTION: float},
+    ),
 }
 
 
 def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
-    """The rotation of a config. These models rotate the full head: they ignore a partial factor, or with scaling fail."""
+    """The rotation of a config.
+
+    These models rotate the full head: a partial factor is ignored, and with scaling refused.
+    """
     rope = _rope_settings(c)
     kind = rope.get("rope_type", "default")
     if kind != "default":
-        only({"partial_rotary_factor": c.get("partial_rotary_factor") or 1.0} | rope, partial_rotary_factor=1.0)
+        only(
+            {"partial_rotary_factor": c.get("partial_rotary_factor") or 1.0} | rope,
+            partial_rotary_factor=1.0,
+        )
     base = get(rope, "rope_theta", theta)
     settings = None if kind == "default" else _read_scaling(c, rope, kind)
     try:
@@ -44,37 +59,47 @@ def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
 
 
 def _rope_settings(c: Json) -> Json:
-    """The settings of all places that hold some. Raises ConfigError where two places differ."""
+    """The settings of all places that have some. Raises ConfigError where two places differ."""
     top = {key: c[key] for key in ("rope_theta", ORIGINAL) if c.get(key) is not None}
     settings: Json = dict(top)
     origins = dict.fromkeys(top, "")
     for place in ("rope_parameters", "rope_scaling"):
         if not isinstance(c.get(place), dict | None):
             raise ConfigError(f"config.json: {place}={c[place]!r}: expected an object")
-        found = {key: value for key, value in (c.get(place) or {}).items() if value is not None}
-        if nested := [key for key, value in found.items() if isinstance(value, dict)]:
-            raise ConfigError(f"config.json: {place}.{nested[0]}: one rotation for all layers is supported")
-        if "type" in found:  # the older name
-            found.setdefault("rope_type", found.pop("type"))
-        for key, value in found.items():
+        entries = {key: value for key, value in (c.get(place) or {}).items() if value is not None}
+        if nested := [key for key, value in entries.items() if isinstance(value, dict)]:
+            raise ConfigError(
+                f"config.json: {place}.{nested[0]}: one rotation for all layers is supported"
+            )
+        if "type" in entries:  # the older name
+            entries.setdefault("rope_type", entries.pop("type"))
+        for key, value in entries.items():
             if settings.setdefault(key, value) != value:
                 other = f"{origins[key]}{key}={settings[key]!r}"
-                raise ConfigError(f"config.json: {place}.{key}={value!r}, but {other}: keep the right one in both places")
+                raise ConfigError(
+                    f"config.json: {place}.{key}={value!r}, but {other}: "
+                    "keep the right one in both places"
+                )
             origins.setdefault(key, f"{place}.")
     return settings
 
 
 def _long_rope_factor(stretch: float, original: int) -> float:
-    """The factor on cos and sin of a context that is `stretch` times the original one, as transformers has it."""
+    """sqrt(1 + log(stretch) / log(original)), as in transformers: the factor on cos and sin.
+
+    The context is `stretch` times the `original` one.
+    """
     if original == 1:
         raise ConfigError(f"config.json: {ORIGINAL}=1: expected at least 2, or an {ATTENTION}")
     return math.sqrt(1 + math.log(max(stretch, 1)) / math.log(original))
 
 
 def _read_scaling(c: Json, rope: Json, kind: str) -> list[Any]:
-    """The arguments of the class of `SCALINGS`."""
+    """The arguments of the class in `SCALINGS` for this kind."""
     if kind not in SCALINGS:
-        raise ConfigError(f"config.json: rope_type={kind!r}: expected default, {', '.join(SCALINGS)}")
+        raise ConfigError(
+            f"config.json: rope_type={kind!r}: expected default, {', '.join(SCALINGS)}"
+        )
     _, fields = SCALINGS[kind]
     length = get(c, LENGTH)
     original = get(rope, ORIGINAL, length)
@@ -83,9 +108,11 @@ def _read_scaling(c: Json, rope: Json, kind: str) -> list[Any]:
     if kind == "yarn":
         one, two = (get(rope, key, 0.0) for key in ("mscale", "mscale_all_dim"))
         if one and two and stretch > 1:
-            settings.setdefault(ATTENTION, (0.1 * one * math.log(stretch) + 1) / (0.1 * two * math.log(stretch) + 1))
-        fast, slow = rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0
-        settings |= {"factor": stretch, "beta_fast": fast, "beta_slow": slow}
+            log = math.log(stretch)
+            settings.setdefault(ATTENTION, (0.1 * one * log + 1) / (0.1 * two * log + 1))
+        settings["factor"] = stretch
+        settings["beta_fast"] = rope.get("beta_fast") or 32.0
+        settings["beta_slow"] = rope.get("beta_slow") or 1.0
     if kind == "longrope":
         settings |= {key: tuple(map(float, rope[key])) for key in ("short_factor", "long_factor")}
         if ATTENTION not in settings:
@@ -95,7 +122,7 @@ def _read_scaling(c: Json, rope: Json, kind: str) -> list[Any]:
 
 
 def write_rope(positions: Any) -> Json:
-    """The entries of config.json for a rotation: those of transformers 5, and those that older readers look for."""
+    """The entries of config.json for a rotation: for transformers 5 and for older readers."""
     rope = _rope_parameters(positions)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     older = None if rope["rope_type"] == "default" else scaling | {"type": rope["rope_type"]}
@@ -103,6 +130,7 @@ def write_rope(positions: Any) -> Json:
 
 
 def _rope_parameters(positions: Any) -> Json:
+    """The entry `rope_parameters` of transformers 5."""
     scaling = getattr(positions, "scaling", None)
     c = {"rope_theta": getattr(positions, "theta", 1e4), "rope_type": "default"}
     for kind, (scaling_class, fields) in SCALINGS.items():

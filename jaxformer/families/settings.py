@@ -12,7 +12,10 @@ Json = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """An entry of config.json, see `get`. `values` translates it: {theirs: ours}; we write the first that fits."""
+    """An entry of config.json, see `get`.
+
+    `values` translates it, {theirs: ours}. If several of theirs mean ours, we write the first.
+    """
 
     name: str
     default: Any = int
@@ -20,9 +23,11 @@ class Key(NamedTuple):
 
 
 def get(c: Json, name: str, default: Any = int) -> Any:
-    """An entry of config.json, of the type of its default (None: a whole number or null; a type: it must be there).
+    """An entry of config.json, checked to be of the type of its default.
 
-    A null is no entry, as old writers mean it; a flag of null is false, as Python reads it. 64.0 is a whole number.
+    If the default is a type, the entry must be there. If it is None, the entry is a whole number or
+    null. A null counts as no entry, as old writers mean it; a flag that is null is false. 64.0 is a
+    whole number.
     """
     value = c.get(name)
     if value is None:
@@ -38,39 +43,67 @@ def get(c: Json, name: str, default: Any = int) -> Any:
     names = {bool: "true or false", int: f"a whole number from {least}", float: "a number from 0"}
     fits = type(value) is kind or (kind is float and type(value) is int)
     if not fits or (kind in (int, float) and not least <= value <= 2**40):
-        raise ConfigError(f"config.json: {name}={reprlib.repr(value)}: expected {names.get(kind, kind.__name__)}")
+        raise ConfigError(
+            f"config.json: {name}={reprlib.repr(value)}: expected {names.get(kind, kind.__name__)}"
+        )
     return kind(value)
 
 
 def check_layers(c: Json, tensors: int) -> None:
     """Refuses more layers or experts than `tensors`, the number of tensors in the file."""
-    names = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
-    for name in (*names, "num_local_experts"):
+    for name in LAYERS_OR_EXPERTS:
         if (get(c, name, None) or 0) > tensors:
-            raise ConfigError(f"config.json: {name}={c[name]}: the file has {tensors} tensors in all")
+            raise ConfigError(
+                f"config.json: {name}={c[name]}: the file has {tensors} tensors in all"
+            )
 
 
 ACTIVATION = {
-    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu": "relu",
-    "silu": "silu", "swish": "silu", "tanh": "tanh", "sigmoid": "sigmoid", "gelu_python": "gelu", "gelu_10": "gelu_10",
-    "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "quick_gelu": "quick_gelu", "relu2": "relu2",
-    "relu6": "relu6", "leaky_relu": "leaky_relu", "hardswish": "hardswish", "mish": "mish", "laplace": "laplace",
-    "linear": "identity",
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu", "tanh": "tanh",
+    "sigmoid": "sigmoid", "gelu_python": "gelu", "gelu_10": "gelu_10",
+    "gelu_python_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "quick_gelu": "quick_gelu",
+    "relu2": "relu2", "relu6": "relu6", "leaky_relu": "leaky_relu", "hardswish": "hardswish",
+    "mish": "mish", "laplace": "laplace", "linear": "identity",
 }  # fmt: skip
 GATE = {activation: gate for gate, activation in GATES.items()}
 GATED = {theirs: GATE[ours] for theirs, ours in ACTIVATION.items()}
-COMMON = {  # {our field: their entry}
-    "vocab_size": Key("vocab_size"), "num_layers": Key("num_hidden_layers"), "d_model": Key("hidden_size"),
-    "num_heads": Key("num_attention_heads"), "context_length": Key("max_position_embeddings"),
-    "d_ff": Key("intermediate_size"), "init_std": Key("initializer_range", 0.02),
+# {our field: their entry}
+COMMON = {
+    "vocab_size": Key("vocab_size"),
+    "num_layers": Key("num_hidden_layers"),
+    "d_model": Key("hidden_size"),
+    "num_heads": Key("num_attention_heads"),
+    "context_length": Key("max_position_embeddings"),
+    "d_ff": Key("intermediate_size"),
+    "init_std": Key("initializer_range", 0.02),
     "tie_embeddings": Key("tie_word_embeddings", True),
-}  # fmt: skip
+}
 PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "out_proj"}
-COUNTS = (  # may be 0
-    "type_vocab_size", "num_random_blocks", "lsh_num_chunks_before", "lsh_num_chunks_after", "local_num_chunks_before",
-    "local_num_chunks_after", "hash_seed", "max_window_layers", "pad_token_id",
-)  # fmt: skip
-OPTIONAL = ("num_key_value_heads", "sliding_window", "hash_seed")  # may be null, and have a default
+# entries that may be 0
+COUNTS = (
+    "type_vocab_size",
+    "num_random_blocks",
+    "lsh_num_chunks_before",
+    "lsh_num_chunks_after",
+    "local_num_chunks_before",
+    "local_num_chunks_after",
+    "hash_seed",
+    "max_window_layers",
+    "pad_token_id",
+)
+# entries that may be null although they have a default
+OPTIONAL = ("num_key_value_heads", "sliding_window", "hash_seed")
+# entries that are numbers of layers or of experts
+LAYERS_OR_EXPERTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_local_experts",
+)
 
 
 def read_fields(c: Json, table: dict[str, Key]) -> dict[str, Any]:
@@ -80,13 +113,15 @@ def read_fields(c: Json, table: dict[str, Key]) -> dict[str, Any]:
         value = get(c, name, default)
         if values is not None and value not in values:
             expected = ", ".join(map(str, values))
-            raise ConfigError(f"config.json: {name}={value!r} has no counterpart here; expected one of {expected}")
+            raise ConfigError(
+                f"config.json: {name}={value!r} has no counterpart here; expected one of {expected}"
+            )
         fields[ours] = value if values is None else values[value]
     return fields
 
 
 def write_fields(config: Any, table: dict[str, Key]) -> Json:
-    """The inverse of `read_fields`; None for a value without a counterpart."""
+    """The inverse of `read_fields`. A value without a counterpart becomes None."""
     c = {}
     for ours, (name, default, values) in table.items():
         value = getattr(config, ours)
@@ -99,16 +134,24 @@ def write_fields(config: Any, table: dict[str, Key]) -> Json:
 
 
 def only(c: Json, **allowed: Any) -> None:
-    """Refuses other values of settings that change numbers. A null is no entry."""
+    """Raises ConfigError if a setting has another value than allowed. A null is no entry."""
     for key, value in allowed.items():
         if c.get(key) not in (None, value):
-            raise ConfigError(f"config.json: {key}={c[key]!r} is not supported here; only {value!r} is")
+            raise ConfigError(
+                f"config.json: {key}={c[key]!r} is not supported here; only {value!r} is"
+            )
 
 
 def layer_kinds(key: str, kinds: Any, layers: int, *allowed: str) -> list[str]:
-    """Returns `kinds` if it has one of the `allowed` kinds for each layer. Raises ConfigError."""
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in allowed for kind in kinds):
-        raise ConfigError(f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(allowed)}")
+    """`kinds`, if it has an `allowed` kind for each layer. Raises ConfigError otherwise."""
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != layers
+        or any(kind not in allowed for kind in kinds)
+    ):
+        raise ConfigError(
+            f"config.json: {key}={reprlib.repr(kinds)}: expected {layers} of {', '.join(allowed)}"
+        )
     return kinds
 
 

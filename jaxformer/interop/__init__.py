@@ -1,6 +1,8 @@
-"""Models of other libraries: `flax` wraps modules, `export` writes the forward pass for programs without this package.
+"""Exchange with other libraries: `flax`, `export` and `safetensors`.
 
-`safetensors` reads and writes files of tensors. Hugging Face checkpoints are in `families`.
+`flax` turns our models into Flax modules, and Flax layers into parts of our models. `export`
+writes the forward pass for programs that run without this package. `safetensors` reads and writes
+files of tensors. Hugging Face checkpoints are in `jaxformer.families`.
 """
 
 import importlib

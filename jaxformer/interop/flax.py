@@ -1,4 +1,8 @@
-"""Our models as Flax modules (Linen or NNX) with the same paths of parameters, and Flax layers as parts of our models."""
+"""Our models as Flax modules (Linen or NNX), and Flax layers as parts of our models.
+
+`as_linen` and `as_nnx` keep the paths of our parameters. `FlaxFeedForward` and `FlaxMixer` put a
+Flax layer into a `ModelConfig`; `FlaxModel` makes a whole Flax model the model of an experiment.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,10 +25,11 @@ from jaxformer.params import Spec, Tree, mismatch
 
 
 class Transformer(linen.Module):
-    """`as_linen(config)`: `module.apply({"params": p}, tokens, **options)` is `models.apply`, `module.init` is `models.init`.
+    """`as_linen(config)`: `module.apply({"params": p}, tokens, **options)` is `models.apply`.
 
-    `rngs={"dropout": key}` means `dropout_key=key`; without it there is no dropout. Inside another module Linen changes these
-    keys by path and call. `jaxformer.sharding` splits the parameters over a mesh.
+    `module.init` is `models.init`. `rngs={"dropout": key}` means `dropout_key=key`; without it
+    there is no dropout. Inside another module Linen changes these keys by path and call.
+    `jaxformer.sharding` splits the parameters over a mesh.
     """
 
     config: Any
@@ -33,34 +38,44 @@ class Transformer(linen.Module):
     @linen.compact
     def __call__(self, tokens, **options):
         spec = models.spec(self.config)
-        tree = {name: self.param(name, partial(_draw, self, name), part) for name, part in spec.items()}
+        tree = {
+            name: self.param(name, partial(_draw, self, name), subtree)
+            for name, subtree in spec.items()
+        }
         if "dropout_key" not in options and self.has_rng("dropout"):
-            counted_key, scope = self.make_rng("dropout"), cast(Any, self.scope)
-            first = scope.rng_counters["dropout"] == 1
-            options["dropout_key"] = scope.rngs["dropout"].as_jax_rng() if first else counted_key
+            linen_key = self.make_rng("dropout")
+            scope = cast(Any, self.scope)
+            # the first key is the user's own; later keys are those that Linen makes
+            is_first = scope.rng_counters["dropout"] == 1
+            options["dropout_key"] = scope.rngs["dropout"].as_jax_rng() if is_first else linen_key
         return models.apply(self.config, tree, tokens, **options)
 
 
 def _draw(module: Any, name: str, key: Array, spec: Tree) -> Tree:
-    # `self.param` would fold in the number of earlier parameters. Our keys already depend on the path.
+    # `self.param` would fold the number of earlier parameters into the key. Our keys already depend
+    # on the path.
     key = module.scope.rngs["params"].as_jax_rng() if module.has_rng("params") else key
     return params.init({name: spec}, key, module.param_dtype)[name]
 
 
 class NNXTransformer(nnx.Module):
-    """`as_nnx(config, params)`: `model(tokens, **options)` is `models.apply(config, params, tokens, **options)`.
+    """`as_nnx(config, params)`: `model(tokens, **options)` is `models.apply(config, params, ...)`.
 
-    Each parameter is an `nnx.Param` at its path, `model.layers.attention.query.kernel`. Another Variable may replace it, or a
-    module that returns the array when called (LoRA). Raises ConfigError if `params` do not match `config`.
+    Each parameter is an `nnx.Param` at its path, such as `model.layers.attention.query.kernel`.
+    Another Variable may replace it, or a module that returns the array when it is called (LoRA).
+    Raises ConfigError if `params` do not match `config`.
     """
 
     def __init__(self, config: ModelConfig | EncoderDecoder, params: Tree):
         if wrong := mismatch(models.spec(config), params):
-            raise ConfigError(f"as_nnx: the parameters are not those of the config: {wrong}; models.init makes them")
+            raise ConfigError(
+                f"as_nnx: the parameters are not those of the config: {wrong}; "
+                "models.init makes them"
+            )
         self.config = config
         self.names = tuple(params)  # users may set other attributes
-        for name, part in params.items():
-            setattr(self, name, _boxed(part))
+        for name, subtree in params.items():
+            setattr(self, name, _boxed(subtree))
 
     def __call__(self, tokens, **options):
         return models.apply(self.config, params_of(self), tokens, **options)
@@ -73,12 +88,15 @@ as_nnx: Any = NNXTransformer
 def _boxed(node: Any) -> Any:
     """A tree of arrays as a tree of `nnx.Param`."""
     if isinstance(node, Mapping):
-        return nnx.Dict({name: _boxed(part) for name, part in node.items()})
+        return nnx.Dict({name: _boxed(child) for name, child in node.items()})
     return nnx.Param(node)
 
 
 def params_of(model: Any) -> Tree:
-    """The parameters of a model of `as_nnx` as a plain tree. A module that replaces a parameter is called."""
+    """The parameters of an `as_nnx` model as a plain tree.
+
+    A module that replaces a parameter is called, and its result is the parameter.
+    """
     return {name: _plain(getattr(model, name)) for name in model.names}
 
 
@@ -97,11 +115,13 @@ def call_with_x(module, x, context: Context):
 
 @dataclass(frozen=True)
 class FlaxFeedForward:
-    """A Flax layer `[B, T, D] -> [B, T, D]` as a feed-forward: `ModelConfig(feedforward=FlaxFeedForward(my_mlp))`.
+    """A Flax layer `[B, T, D] -> [B, T, D]` as a feed-forward.
 
-    `module` is a Linen module, or for NNX a function `rngs -> nnx.Module`. `call(module, x, context) -> out` calls it: a Linen
-    layer with dropout needs `deterministic=context.dropout_key is None`; an NNX module trains if there is that key. Raises
-    ConfigError for state besides parameters (batch norm) and for another output shape.
+    `ModelConfig(feedforward=FlaxFeedForward(my_mlp))` uses it. `module` is a Linen module, or for
+    NNX a function `rngs -> nnx.Module`. `call(module, x, context) -> out` calls it. A Linen layer
+    with dropout needs `deterministic=context.dropout_key is None`; an NNX module is in training
+    mode if there is a dropout key. Raises ConfigError for state besides parameters (batch norm) and
+    for another output shape.
     """
 
     module: Callable
@@ -118,43 +138,55 @@ class FlaxFeedForward:
 class FlaxMixer:
     """A Flax layer as a mixer: `ModelConfig(mixer=FlaxMixer(layer, call))`. See `FlaxFeedForward`.
 
-    The default call passes no mask, so it accepts only full(). Attention needs
-    `call=lambda module, x, context: module(x, mask=context.mask.dense(x.shape[1], x.shape[1]))`. It cannot decode, has no
-    attention maps and sees positions only in the embedding. Raises ConfigError for config fields of attention.
+    The default `call` passes no mask, so it accepts only full(). Attention needs a `call` that
+    passes the mask:
+
+        lambda module, x, context: module(x, mask=context.mask.dense(x.shape[1], x.shape[1]))
+
+    Such a mixer cannot decode, has no attention maps, and sees positions only in the embedding.
+    Raises ConfigError for config fields that only our attention reads.
     """
 
     module: Callable
     call: Callable = call_with_x
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        unused = {
-            "attention_softcap": config.attention_softcap is not None, "attention_scale": config.score_scale is not None,
+        attention_fields = {
+            "attention_softcap": config.attention_softcap is not None,
+            "attention_scale": config.score_scale is not None,
             "attention_dropout_rate": config.attention_dropout_rate != 0,
             "positions": not isinstance(config.positions, Learned | Sinusoidal | Axial | None),
-        }  # fmt: skip
-        for field in (field for field, is_set in unused.items() if is_set):
-            advice = "build it into the layer, or use models.mixers.attention (mixer=None)"
-            raise ConfigError(f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; {advice}")
+        }
+        for field, is_set in attention_fields.items():
+            if is_set:
+                advice = "build it into the layer, or use models.mixers.attention (mixer=None)"
+                raise ConfigError(
+                    f"model.{field}={getattr(config, field)}: a FlaxMixer does not read it; "
+                    f"{advice}"
+                )
         return Mixer(*_part("model.mixer", self, config, partial(_mix, self)))
 
 
 @dataclass(frozen=True)
 class FlaxModel:
-    """A whole Flax model, tokens `[B, T]` -> logits `[B, T, V]`, as `Experiment.model`. See `FlaxFeedForward` for `call`.
+    """A whole Flax model, tokens `[B, T]` -> logits `[B, T, V]`, as `Experiment.model`.
 
-    It computes in its own dtypes: `Experiment.precision` does not reach it. It is scored without a dropout key.
+    `FlaxFeedForward` explains `module` and `call`. The model computes in its own dtypes:
+    `Experiment.precision` does not reach it. An evaluation passes no dropout key.
     """
 
     module: Callable
     context_length: int  # T of an example
     vocab_size: int  # V
     call: Callable = call_with_x
-    trains: bool = True  # whether it is given the dropout key
+    trains: bool = True  # whether `call` receives the dropout key
 
     def spec(self) -> Tree:
         return self._build()[0]
 
-    def apply(self, params: Tree, tokens: Array, dropout_key: Array | None = None, dtype=None) -> models.Output:
+    def apply(
+        self, params: Tree, tokens: Array, dropout_key: Array | None = None, dtype=None
+    ) -> models.Output:
         context = _context(tokens, dropout_key if self.trains else None)
         return models.Output(self._build()[1](params, tokens, context), None)
 
@@ -172,10 +204,18 @@ def _context(tokens: Array, dropout_key: Array | None) -> Context:
 
 def _mix(mixer: FlaxMixer, run: Callable, params, x, context: Context) -> MixerOutput:
     if context.tap.asks("weights"):
-        raise NotImplementedError("FlaxMixer keeps no attention maps; models.mixers.attention (mixer=None) does")
+        raise NotImplementedError(
+            "FlaxMixer keeps no attention maps; models.mixers.attention (mixer=None) does"
+        )
     if mixer.call is call_with_x and context.mask.rule is not rules.full:
-        problem = f"model.mixer: {_name(mixer.module)} is called as module(x), which does not see the mask {context.mask}"
-        raise ConfigError(f"{problem}; give FlaxMixer a `call` that passes it (or needs none), or set model.masks to (full(),)")
+        problem = (
+            f"model.mixer: {_name(mixer.module)} is called as module(x), "
+            f"which does not see the mask {context.mask}"
+        )
+        raise ConfigError(
+            f"{problem}; give FlaxMixer a `call` that passes it (or needs none), "
+            "or set model.masks to (full(),)"
+        )
     return MixerOutput(run(params, x, context))
 
 
@@ -183,24 +223,30 @@ def _name(module) -> str:
     return getattr(module, "__name__", type(module).__name__)
 
 
-def _part(where: str, layer: FlaxFeedForward | FlaxMixer, config: ModelConfig, wrap: Callable) -> tuple[Tree, Callable]:
-    """(spec, apply) of a part of our models: apply(params, x, context) is wrap(run, params, x, context); run calls the layer.
+def _part(
+    where: str, layer: FlaxFeedForward | FlaxMixer, config: ModelConfig, wrap: Callable
+) -> tuple[Tree, Callable]:
+    """(spec, apply) of a part of our models that is made of a Flax layer.
 
-    Raises ConfigError if its output has another shape than x.
+    `apply(params, x, context)` is `wrap(run, params, x, context)`, where `run` calls the layer.
+    Raises ConfigError if the output has another shape than x.
     """
     T = config.embedding.length if isinstance(config.embedding, Patches) else config.context_length
-    # every layer accepts full()
+    # every layer accepts full(), so its shapes are found with this mask if the model has it
     mask = next((mask for mask in config.masks if mask.rule is rules.full), config.masks[0])
 
-    # the shapes of parameters may depend on T and D
     def example():
+        # the shapes of parameters may depend on T and D
         return (jnp.zeros((1, T, config.d_model)), Context(mask, jnp.arange(T)[None]))
 
     spec, run = _layer(where, layer, example)
     apply = partial(wrap, lambda params, x, context: run(params, x, context).astype(x.dtype))
     out = jax.eval_shape(lambda params: apply(params, *example())[0], params.abstract(spec)).shape
-    if out != (shape := (1, T, config.d_model)):
-        raise ConfigError(f"{where}: {_name(layer.module)} makes {out} of x {shape}; expected the same shape")
+    expected = (1, T, config.d_model)
+    if out != expected:
+        raise ConfigError(
+            f"{where}: {_name(layer.module)} makes {out} of x {expected}; expected the same shape"
+        )
     return spec, apply
 
 
@@ -219,7 +265,9 @@ def _linen_layer(where: str, module, call: Callable, example: Callable) -> tuple
 
     def start(key: Array) -> Tree:
         x, context = example()
-        return module.init({"params": key, "dropout": key}, x, method=lambda m, x: call(m, x, context))
+        return module.init(
+            {"params": key, "dropout": key}, x, method=lambda m, x: call(m, x, context)
+        )
 
     @jax.jit  # only parameters are returned, so XLA does not run the layer
     def draw(key: Array) -> list[Array]:
@@ -227,18 +275,28 @@ def _linen_layer(where: str, module, call: Callable, example: Callable) -> tuple
 
     def run(params, x, context: Context):
         rngs = {} if context.dropout_key is None else {"dropout": context.dropout_key}
-        return module.apply({"params": params}, x, rngs=rngs, method=lambda m, x: call(m, x, context))
+        return module.apply(
+            {"params": params}, x, rngs=rngs, method=lambda m, x: call(m, x, context)
+        )
 
     variables = jax.eval_shape(start, random.key(0))
     _refuse_state(where, module, set(variables) - {"params"})
     leaves, structure = jax.tree.flatten(variables.get("params", {}), is_leaf=boxed)
-    specs = [_leaf(draw, i, unboxed(leaf).shape, getattr(leaf, "names", None)) for i, leaf in enumerate(leaves)]
+    specs = [
+        _leaf(draw, i, unboxed(leaf).shape, getattr(leaf, "names", None))
+        for i, leaf in enumerate(leaves)
+    ]
     return jax.tree.unflatten(structure, specs), run
 
 
-def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) -> tuple[Tree, Callable]:
+def _nnx_layer(
+    where: str, make: Callable, call: Callable, example: Callable
+) -> tuple[Tree, Callable]:
     if isinstance(make, nnx.Module):
-        raise ConfigError(f"{where}: {_name(make)} has its values already; give the function that makes it, lambda rngs: ...")
+        raise ConfigError(
+            f"{where}: {_name(make)} has its values already; "
+            "give the function that makes it, lambda rngs: ..."
+        )
 
     def start(key: Array):
         with nnx.use_eager_sharding(False):  # the axes of its parameters belong to no mesh yet
@@ -250,16 +308,25 @@ def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) ->
 
     graph, weights, streams, rest = jax.eval_shape(start, random.key(0))
     _refuse_state(where, make, {type(v).__name__ for _, v in nnx.to_flat_state(rest)})
-    weights, streams = list(nnx.to_flat_state(weights)), list(nnx.to_flat_state(streams))
+    weights = list(nnx.to_flat_state(weights))
+    streams = list(nnx.to_flat_state(streams))
     names = [tuple(map(str, path)) for path, _ in weights]
-    specs = [_leaf(draw, i, leaf.shape, leaf.get_metadata("out_sharding", None)) for i, (_, leaf) in enumerate(weights)]
+    specs = [
+        _leaf(draw, i, leaf.shape, leaf.get_metadata("out_sharding", None))
+        for i, (_, leaf) in enumerate(weights)
+    ]
 
     def run(params, x, context: Context):
         key = random.key(0) if context.dropout_key is None else context.dropout_key
         values = flatten_dict(params)
         with nnx.use_eager_sharding(False):
-            filled = [(path, leaf.copy(values[name])) for name, (path, leaf) in zip(names, weights, strict=True)]
-            keys = [(path, leaf.copy(_stream(key, i, leaf))) for i, (path, leaf) in enumerate(streams)]
+            filled = [
+                (path, leaf.copy(values[name]))
+                for name, (path, leaf) in zip(names, weights, strict=True)
+            ]
+            keys = [
+                (path, leaf.copy(_stream(key, i, leaf))) for i, (path, leaf) in enumerate(streams)
+            ]
             module = nnx.merge(graph, nnx.from_flat_state(filled), nnx.from_flat_state(keys))
         module.eval() if context.dropout_key is None else module.train()
         return call(module, x, context)
@@ -268,7 +335,7 @@ def _nnx_layer(where: str, make: Callable, call: Callable, example: Callable) ->
 
 
 def _stream(key: Array, i: int, leaf: Any) -> Array:
-    """Initial value of the i-th random state of an NNX module: keys, or a count of zero."""
+    """The initial value of the i-th random state of an NNX module: keys, or a count of zero."""
     if not isinstance(leaf, nnx.RngKey):
         return jnp.zeros(leaf.shape, leaf.dtype)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -284,4 +351,7 @@ def _leaf(draw: Callable, i: int, shape: tuple[int, ...], names) -> Spec:
 def _refuse_state(where: str, module: Any, kinds: set[str]) -> None:
     if kinds:
         advice = "a layer here has no state: use one without (layer norm for batch norm)"
-        raise ConfigError(f"{where}: {_name(module)} keeps {', '.join(sorted(kinds))} besides parameters; {advice}")
+        raise ConfigError(
+            f"{where}: {_name(module)} keeps {', '.join(sorted(kinds))} besides parameters; "
+            f"{advice}"
+        )

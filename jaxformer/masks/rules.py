@@ -1,7 +1,9 @@
-"""The rules of the masks that `masks.mask` builds: `rule(mask, q, kv)` is True where a query at q may see a key at kv.
+"""The rules of masks: `rule(mask, q, kv)` is True where a query at q may see a key at kv.
 
-Positions broadcast against each other, q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`: NumPy arrays in `masks.blocks` (at trace
-time), JAX arrays in kernels. Slow operations such as remainders act on q or kv alone, before they broadcast.
+`masks.builders` has a function for each rule, which documents it. Positions broadcast against each
+other: q `[B|1, 1, T, 1]` and kv `[B|1, 1, 1, S]`. They are NumPy arrays in `masks.blocks` (at trace
+time) and JAX arrays in kernels. Slow operations such as remainders act on q or kv alone, before the
+two broadcast.
 """
 
 import operator
@@ -41,9 +43,14 @@ def causal(mask, q, kv):
 
 
 def window(mask, q, kv):
-    left, right, dilation = (*mask.args, 1)[:3]
+    left, right, dilation = window_of(mask)
     near = (kv >= shifted(q, -left * dilation)) & (kv <= shifted(q, right * dilation))
     return near if dilation == 1 else near & (kv % dilation == q % dilation)
+
+
+def window_of(mask):
+    """(left, right, dilation) of a `window`."""
+    return (*mask.args, 1)[:3]
 
 
 def strided(mask, q, kv):
@@ -52,8 +59,11 @@ def strided(mask, q, kv):
 
 def chunked(mask, q, kv):
     size, before, after = mask.args
-    q, kv = q // size, kv // size
-    return kv == q if before == after == 0 else (kv >= shifted(q, -before)) & (kv <= shifted(q, after))
+    q_chunk = q // size
+    kv_chunk = kv // size
+    if before == after == 0:
+        return kv_chunk == q_chunk
+    return (kv_chunk >= shifted(q_chunk, -before)) & (kv_chunk <= shifted(q_chunk, after))
 
 
 def columns(mask, q, kv):
@@ -62,7 +72,8 @@ def columns(mask, q, kv):
 
 
 def prefix(mask, q, kv):
-    return (kv < (mask.args[0] if mask.args else mask.arrays[0][:, None, None, None])) & (q == q)
+    length = mask.args[0] if mask.args else mask.arrays[0][:, None, None, None]
+    return (kv < length) & (q == q)
 
 
 def global_tokens(mask, q, kv):
@@ -81,12 +92,16 @@ def _marked(mask, positions):
 
 
 def block_sparse(mask, q, kv):
-    xp, block = q.__array_namespace__(), mask.args[0]
+    xp = q.__array_namespace__()
+    block = mask.args[0]
     layout = mask.arrays[0] if mask.arrays else xp.asarray(layout_of(*mask.args[1:]))
     heads, q_blocks, kv_blocks = layout.shape
-    layout = xp.pad(layout, ((0, 0), (1, 1), (1, 1)))  # positions outside the layout read this border of False
+    # positions outside the layout read this border of False
+    layout = xp.pad(layout, ((0, 0), (1, 1), (1, 1)))
     head = xp.arange(heads).reshape(1, heads, 1, 1)
-    return layout[head, xp.clip(q // block, -1, q_blocks) + 1, xp.clip(kv // block, -1, kv_blocks) + 1]
+    q_block = xp.clip(q // block, -1, q_blocks) + 1
+    kv_block = xp.clip(kv // block, -1, kv_blocks) + 1
+    return layout[head, q_block, kv_block]
 
 
 @lru_cache(maxsize=64)
@@ -97,22 +112,31 @@ def layout_of(shape, packed):
 
 
 def random_blocks(mask, q, kv):
-    key_blocks, block = choice_of(mask), mask.args[1]
-    key_blocks = q.__array_namespace__().asarray(key_blocks)[q // block % len(key_blocks)]  # [B|1, 1, T, 1, count]
-    return reduce(operator.or_, (kv // block == key_blocks[..., c] for c in range(key_blocks.shape[-1])))
+    choice = choice_of(mask)
+    block = mask.args[1]
+    # [B|1, 1, T, 1, count]
+    key_blocks = q.__array_namespace__().asarray(choice)[q // block % len(choice)]
+    sees = (kv // block == key_blocks[..., c] for c in range(choice.shape[1]))
+    return reduce(operator.or_, sees)
 
 
 def choice_of(mask):
     """The key blocks `[key blocks, count]` that the query blocks of `random_blocks` see."""
     if len(mask.args) == 3:
-        raise ValueError(f"{mask} does not know the number of keys; call mask.sized(S) first, or give it a length")
+        raise ValueError(
+            f"{mask} does not know the number of keys; "
+            "call mask.sized(S) first, or give it a length"
+        )
     count, block, seed, length = mask.args
     return _draw(count, seed, max(1, -(-length // block)))
 
 
 @lru_cache(maxsize=64)
 def _draw(count, seed, n):
-    """`count` distinct numbers below n in each of n rows: Floyd's sampling of raw bits, which NumPy keeps stable."""
+    """An array `[n, count]`: `count` distinct numbers below n in each line, by Floyd's sampling.
+
+    It reads raw bits, because NumPy keeps their sequence stable.
+    """
     count = min(count, n)
     bits = np.random.PCG64(np.random.SeedSequence([seed, n])).random_raw((n, count))
     numbers = np.full((n, count), -1, np.int32)
@@ -130,38 +154,52 @@ def segments(mask, q, kv):
 
 
 def lookup(ids, positions):
-    """ids [B|1, length] at positions [B|1, ...] -> [B|1, ...]; 0 (padding) at positions outside the array."""
+    """ids `[B|1, length]` at positions `[B|1, ...]`: `[B|1, ...]`; 0 (padding) outside of them."""
     flat = positions.reshape(positions.shape[0], -1)
     flat = jnp.where(flat < 0, ids.shape[1], flat)  # a negative index would count from the end
-    (B,) = jnp.broadcast_shapes(ids.shape[:1], flat.shape[:1])  # export has symbols for sizes
+    # not `max`: with `jax.export` sizes may be symbols
+    (B,) = jnp.broadcast_shapes(ids.shape[:1], flat.shape[:1])
     ids, flat = (jnp.broadcast_to(x, (B, x.shape[1])) for x in (ids, flat))
-    return jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0).reshape(B, *positions.shape[1:])
+    ids = jnp.take_along_axis(ids, flat, axis=1, mode="fill", fill_value=0)
+    return ids.reshape(B, *positions.shape[1:])
 
 
 def lengths(mask, q, kv):
-    q_length, kv_length = mask.arrays
-    limits = ((q, q_length), (kv, kv_length))
-    inside = (x < length[:, None, None, None] for x, length in limits if length is not None)
-    return reduce(operator.and_, inside, full(mask, q, kv))
+    visible = full(mask, q, kv)
+    for positions, length in zip((q, kv), mask.arrays, strict=True):
+        if length is not None:
+            visible = visible & (positions < length[:, None, None, None])
+    return visible
 
 
 def segment_ids(parts, q, kv):
-    """Ids [B|1, T], [B|1, S] at positions [T], [S] for masks of `lengths` and one `segments`; id 0 neither sees nor is seen."""
-    sides = []
-    for side, positions in enumerate((q, kv)):
-        ids = jnp.ones((1, len(positions)), jnp.int32)
-        for part in parts:
-            array = part.arrays[-side]  # the first or the last: `segments` of one sequence has one array
-            if part.rule is segments:
-                ids = jnp.where(ids == 0, 0, lookup(array, positions[None]))
-            elif array is not None:
-                ids = jnp.where(positions[None] < array[:, None], ids, 0)
-        sides.append(ids)
-    return tuple(sides)
+    """Ids `[B|1, T]` and `[B|1, S]`: a query sees a key where both have the same id.
+
+    They are the ids at positions `[T]` and `[S]` of `parts`: masks of `lengths` and at most one of
+    `segments`. A position with id 0 neither sees a key nor is seen.
+    """
+    # the first or the last array: `segments` of one sequence has one array
+    q_arrays = [(part.rule, part.arrays[0]) for part in parts]
+    kv_arrays = [(part.rule, part.arrays[-1]) for part in parts]
+    return _ids_of_side(q_arrays, q), _ids_of_side(kv_arrays, kv)
+
+
+def _ids_of_side(rules_and_arrays, positions):
+    """Ids `[B|1, length]` at positions `[length]`; 0 where a rule hides the position."""
+    ids = jnp.ones((1, len(positions)), jnp.int32)
+    for rule, array in rules_and_arrays:
+        if rule is segments:
+            ids = jnp.where(ids == 0, 0, lookup(array, positions[None]))
+        elif array is not None:
+            ids = jnp.where(positions[None] < array[:, None], ids, 0)
+    return ids
 
 
 def shifted(positions, by):
-    """positions + by, clipped to the ends of their integer type, because the sum could wrap around."""
-    xp, ends = positions.__array_namespace__(), np.iinfo(positions.dtype)
+    """positions + by, clipped to the ends of their integer type. The sum could wrap around."""
+    xp = positions.__array_namespace__()
+    ends = np.iinfo(positions.dtype)
     by = max(-ends.max, min(by, ends.max))
-    return by + (xp.minimum(positions, ends.max - by) if by > 0 else xp.maximum(positions, ends.min - by))
+    if by > 0:
+        return by + xp.minimum(positions, ends.max - by)
+    return by + xp.maximum(positions, ends.min - by)

@@ -1,10 +1,10 @@
-"""Models as data and pure functions: `spec(config)`, `init(config, key)`, `apply(config, params, tokens)`.
+"""Models as data and pure functions: spec(model), init(model, key), apply(model, params, tokens).
 
-The functions here take a `ModelConfig` (`models.transformer`), an `EncoderDecoder` (`models.encoder_decoder`), or a model
-of your own: an object with methods `spec()` and `apply(params, tokens, ...)`.
+A model is a `ModelConfig` (`models.transformer`), an `EncoderDecoder` (`models.encoder_decoder`),
+or an object of your own with methods `spec()` and `apply(params, tokens, ...)`.
 """
 
-# ruff: noqa: F401, I001 (names that the package offers)
+# ruff: noqa: F401 (names that the package offers)
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,13 +15,24 @@ from jax import Array
 from jaxformer import params
 from jaxformer.models import blocks, encoder_decoder, transformer
 from jaxformer.models.config import (
-    Alibi, Axial, Classification, Embedding, EncoderDecoder, AttentionPositions, LanguageModel, Learned, ModelConfig, Patches,
-    Relative, Sinusoidal, TokenClassification,
-)  # fmt: skip
+    Alibi,
+    AttentionPositions,
+    Axial,
+    Classification,
+    Embedding,
+    EncoderDecoder,
+    LanguageModel,
+    Learned,
+    ModelConfig,
+    Patches,
+    Relative,
+    Sinusoidal,
+    TokenClassification,
+)
+from jaxformer.models.inputs import Inputs, Output
 from jaxformer.models.mixture import Mixture
 from jaxformer.models.mup import MuP
 from jaxformer.models.presets import PRESETS
-from jaxformer.models.transformer import Inputs, Output
 
 
 def spec(model: Any) -> Any:
@@ -35,7 +46,10 @@ def init(model: Any, key: Array, dtype=jnp.float32) -> Any:
 
 
 def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
-    """Logits and hidden states of tokens `[B, T]` or images; options: fields of `Inputs`. ConfigError for what does not fit."""
+    """Logits and hidden states of tokens `[B, T]` or images; the options are fields of `Inputs`.
+
+    Raises ConfigError for inputs that do not fit the model.
+    """
     if not is_config(model):
         return model.apply(params, tokens, **options)
 
@@ -48,17 +62,18 @@ def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
 
 
 def encode(model: ModelConfig | EncoderDecoder, params: Any, tokens: Array, **options) -> Output:
-    """`apply` without the heads: `.hidden` are the states after the final norm."""
-    return transformer.in_explicit_axes(partial(_functions(model).encode, model))(params, Inputs(tokens, **options))
+    """`apply` without the heads. `.hidden` has the states after the final norm."""
+    run = transformer.in_explicit_axes(partial(_functions(model).encode, model))
+    return run(params, Inputs(tokens, **options))
 
 
 def is_config(model: Any) -> bool:
-    """Whether a model is one of this library, and not an object of the user."""
+    """Whether a model is one of this library; else it is the user's own object."""
     return isinstance(model, ModelConfig | EncoderDecoder)
 
 
 def last_stack(model: ModelConfig | EncoderDecoder) -> ModelConfig:
-    """The stack that heads read: the model itself, or the decoder of a pair."""
+    """The stack that the heads read: the model itself, or the decoder of an encoder-decoder."""
     return model.decoder if isinstance(model, EncoderDecoder) else model
 
 
@@ -69,7 +84,10 @@ def context_lengths(model: ModelConfig | EncoderDecoder) -> list[int]:
 
 
 def evaluation(model: Any) -> Any:
-    """The model as it is scored: without dropout, and each part that has a method `evaluation()` as it returns."""
+    """The model for evaluation: without dropout.
+
+    A part with a method `evaluation()` is replaced by the result of that method.
+    """
     if isinstance(model, EncoderDecoder):
         return replace(model, encoder=evaluation(model.encoder), decoder=evaluation(model.decoder))
 
@@ -83,9 +101,13 @@ def evaluation(model: Any) -> Any:
         return tuple(map(to_score, parts)) if isinstance(parts, tuple) else to_score(parts)
 
     return replace(
-        model, dropout_rate=0.0, attention_dropout_rate=0.0, mixer=each(model.mixer), feedforward=each(model.feedforward),
+        model,
+        dropout_rate=0.0,
+        attention_dropout_rate=0.0,
+        mixer=each(model.mixer),
+        feedforward=each(model.feedforward),
         block=to_score(model.block),
-    )  # fmt: skip
+    )
 
 
 def _functions(model: ModelConfig | EncoderDecoder) -> Any:

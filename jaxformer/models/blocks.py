@@ -1,4 +1,7 @@
-"""Residual orders: where norms stand, and what is added to the stream. `ModelConfig.block` takes one of them, or your own."""
+"""Residual orders: where norms stand, and how sub-layers are added to the residual stream.
+
+`ModelConfig.block` takes one of them, or your own.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,14 +18,19 @@ Sublayers = Mapping[str, Callable[[Stream], Stream]]
 
 
 def pre_norm(config: ModelConfig, names: Sequence[str]) -> Block:
-    """x + f(norm(x)) for each sub-layer f, and a norm at the end: GPT-2, Radford et al. 2019, section 2.3."""
+    """x + f(norm(x)) for each sub-layer f, and a norm at the end: GPT-2.
+
+    Radford et al. 2019, section 2.3.
+    """
 
     def apply(params: Tree, x: Stream, sublayers: Sublayers, context: Context) -> Stream:
         for name, f in sublayers.items():
             x = add(x, f(norm(config, params[f"{name}_norm"], x)))
         return x
 
-    return Block(norms(config, names, "{}_norm"), apply, final_norm_spec(config), end=final_norm(config))
+    return Block(
+        norms(config, names, "{}_norm"), apply, final_norm_spec(config), end=final_norm(config)
+    )
 
 
 def post_norm(config: ModelConfig, names: Sequence[str]) -> Block:
@@ -37,7 +45,10 @@ def post_norm(config: ModelConfig, names: Sequence[str]) -> Block:
 
 
 def sandwich(config: ModelConfig, names: Sequence[str]) -> Block:
-    """x + norm(f(norm(x))) for each sub-layer f, and a norm at the end: Ding et al. 2021, arXiv:2105.13290; Gemma 2."""
+    """x + norm(f(norm(x))) for each sub-layer f, and a norm at the end: Gemma 2.
+
+    Ding et al. 2021, arXiv:2105.13290.
+    """
 
     def apply(params: Tree, x: Stream, sublayers: Sublayers, context: Context) -> Stream:
         for name, f in sublayers.items():
@@ -50,20 +61,25 @@ def sandwich(config: ModelConfig, names: Sequence[str]) -> Block:
 
 
 def output_norm(config: ModelConfig, names: Sequence[str]) -> Block:
-    """x + norm(f(x)) for each sub-layer f, and a norm at the end: OLMo 2, 2025, arXiv:2501.00656, section 2.1."""
+    """x + norm(f(x)) for each sub-layer f, and a norm at the end: OLMo 2.
+
+    OLMo 2, 2025, arXiv:2501.00656, section 2.1.
+    """
 
     def apply(params: Tree, x: Stream, sublayers: Sublayers, context: Context) -> Stream:
         for name, f in sublayers.items():
             x = add(x, norm(config, params[f"{name}_out_norm"], f(x)))
         return x
 
-    return Block(norms(config, names, "{}_out_norm"), apply, final_norm_spec(config), end=final_norm(config))
+    return Block(
+        norms(config, names, "{}_out_norm"), apply, final_norm_spec(config), end=final_norm(config)
+    )
 
 
 def parallel(config: ModelConfig, names: Sequence[str]) -> Block:
-    """x + f(norm(x)) + g(norm(x)), one norm for all sub-layers, and a norm at the end: GPT-J, PaLM.
+    """x + f(norm(x)) + g(norm(x)): one norm for all sub-layers, and a norm at the end.
 
-    Wang & Komatsuzaki 2021; Chowdhery et al. 2022, arXiv:2204.02311, section 2.
+    GPT-J: Wang & Komatsuzaki 2021. PaLM: Chowdhery et al. 2022, arXiv:2204.02311, section 2.
     """
 
     def apply(params: Tree, x: Stream, sublayers: Sublayers, context: Context) -> Stream:
@@ -72,21 +88,23 @@ def parallel(config: ModelConfig, names: Sequence[str]) -> Block:
             x = add(x, f(y))
         return x
 
-    return Block({"norm": norm_spec(config)}, apply, final_norm_spec(config), end=final_norm(config))
+    return Block(
+        {"norm": norm_spec(config)}, apply, final_norm_spec(config), end=final_norm(config)
+    )
 
 
 def add(x: Stream, y: Stream) -> Stream:
-    """x + y, split over devices as the stream is."""
+    """x + y, sharded like the residual stream."""
     return with_logical_constraint(x + y, "batch", "length", None)
 
 
 def norms(config: ModelConfig, names: Sequence[str], pattern: str) -> Tree:
-    """A norm for each sub-layer; `pattern` makes the key of one's name."""
+    """A norm for each sub-layer, under the key `pattern.format(name)`."""
     return {pattern.format(name): norm_spec(config) for name in names}
 
 
 def final_norm_spec(config: ModelConfig) -> Tree:
-    """The norm behind the last layer."""
+    """The norm after the last layer."""
     return {"final_norm": norm_spec(config, config.hidden_width)}
 
 

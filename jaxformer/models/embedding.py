@@ -29,30 +29,37 @@ def token_length(tokens: Array) -> int:
 
 
 class Embedder(NamedTuple):
-    """An embedding of your own: `ModelConfig.embedding` may be any function `config -> Embedder`.
+    """An embedding of your own. `ModelConfig.embedding` may be any function `config -> Embedder`.
 
-    Absolute positions of the config are added to what it returns.
+    Absolute positions of the config are added to its result.
     """
 
     spec: Tree  # of `Spec`; with a table `tokens` [V, D], a language model's head may read by it
-    apply: Callable  # (params, tokens or other arrays that `models.apply` got, its `inputs`) -> [B, T, D]
-    length: Callable = token_length  # the arrays -> T, how many positions they take
+    # (params, tokens or other arrays of `models.apply`, its `inputs`) -> [B, T, D]
+    apply: Callable
+    length: Callable = token_length  # the arrays -> T, the number of their positions
 
 
 def spec(config: ModelConfig) -> Tree:
     """Parameters of the embedding."""
-    embedding, start = config.embedding, normal(config.std)
+    embedding = config.embedding
+    D = config.d_model
+    start = normal(config.std)
 
     def table(axis, count):
-        return Spec((count, config.d_model), (axis, "embed"), start)
+        return Spec((count, D), (axis, "embed"), start)
 
-    one = Spec((config.d_model,), ("embed",), start)
     tree: Tree = {}
     if isinstance(embedding, Patches):
-        shape, pixels = (embedding.channels, *embedding.patch, config.d_model), ("channel", "line", "column")
-        init, bias = normal(math.prod(shape[:3]) ** -0.5), config.has_bias("patches")
-        tree["patches"] = params.linear(shape, (*pixels, "embed"), pixels, init, bias)
-        tree |= {name: one for name in ("class_token", "mask_token") if getattr(embedding, name)}
+        pixels = embedding.channels, *embedding.patch
+        axes = "channel", "line", "column"
+        init = normal(math.prod(pixels) ** -0.5)
+        tree["patches"] = params.linear(
+            (*pixels, D), (*axes, "embed"), axes, init, config.has_bias("patches")
+        )
+        for name in ("class_token", "mask_token"):
+            if getattr(embedding, name):
+                tree[name] = Spec((D,), ("embed",), start)
     elif isinstance(embedding, Embedding):
         tree["tokens"] = table("vocab", config.vocab_size)
         if embedding.token_types:
@@ -68,24 +75,36 @@ def spec(config: ModelConfig) -> Tree:
 
 
 def length(config: ModelConfig, inputs: Array) -> int:
-    """Positions that tokens `[B, T]` or images `[B, height, width, C]` take."""
+    """The number of positions of tokens `[B, T]` or images `[B, height, width, C]`."""
     if isinstance(config.embedding, Embedding):
         return inputs.shape[1]
     if not isinstance(config.embedding, Patches):
         return config.embedding(config).length(inputs)
-    shape, expected = inputs.shape[1:], (*config.embedding.image, config.embedding.channels)
+    shape = inputs.shape[1:]
+    expected = *config.embedding.image, config.embedding.channels
     if shape != expected:
-        raise ConfigError(f"images {shape} where model.embedding expects {expected}; resize them, or use models.vision.resize")
+        raise ConfigError(
+            f"images {shape} where model.embedding expects {expected}; "
+            "resize them, or use models.vision.resize"
+        )
     return config.embedding.length
 
 
 def embed(
-    config: ModelConfig, params, inputs, positions, token_types=None, dtype=None, masked=None, extra: Tree = None
+    config: ModelConfig,
+    params,
+    inputs,
+    positions,
+    token_types=None,
+    dtype=None,
+    masked=None,
+    extra: Tree = None,
 ) -> Float[Array, "B T D"]:
-    """Embeddings of tokens times the scale, or patches of images, plus token types and absolute positions; then a norm, if any.
+    """Embeddings of tokens times the scale, or of patches, plus token types and absolute positions.
 
-    `masked` flags `[B, patches]` of an image stand for the mask token. Raises ConfigError where the model has none. `extra` is
-    what an `Embedder` of the user's own reads besides.
+    A norm follows, if the config has one. Flags `masked` `[B, patches]` put the mask token in the
+    place of patches; raises ConfigError if the model has no mask token. `extra` is the `inputs` of
+    `models.apply`: an `Embedder` of the user's own reads it.
     """
     embedding = config.embedding
     if isinstance(embedding, Patches):
@@ -94,7 +113,8 @@ def embed(
     elif isinstance(embedding, Embedding):
         table = params["tokens"]
         dtype = dtype or getattr(table, "dtype", jnp.float32)
-        x = table.look_up(inputs, dtype) if isinstance(table, StoredWeight) else _look_up(table, inputs)
+        is_stored = isinstance(table, StoredWeight)
+        x = table.look_up(inputs, dtype) if is_stored else _look_up(table, inputs)
         x = x * embedding.scale
         if embedding.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
@@ -104,7 +124,7 @@ def embed(
         dtype = dtype or x.dtype
     if (of_positions := table_of(config, config.positions)) is not None:
         vectors = of_positions.apply(params.get("positions", {}), positions)
-        # a fixed table is rounded to the model's precision, trained tables are added in their own
+        # a fixed table is rounded to the model's precision; a trained table is added in its own
         x = x + (vectors if of_positions.spec else vectors.astype(x.dtype))
     if isinstance(embedding, Embedding) and embedding.norm:
         x = norm(config, params.get("norm", {}), x)
@@ -112,18 +132,20 @@ def embed(
 
 
 def _look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Each token's row of the table. Where `fsdp` splits the tokens and D, a device looks up its part of D for all tokens.
+    """table[tokens]: each token's row of the table.
 
-    The parts are then exchanged, which moves activations. To gather the table, and to sum its gradient, would move V D
-    numbers each.
+    If `fsdp` splits the tokens and D, a device looks up its part of D for all tokens, and the
+    devices then exchange these parts. The exchange moves activations. To gather the table, and to
+    sum its gradient, would move V D numbers each.
     """
-    batch_axes, length_axes = (mesh_axes(name, size) for name, size in zip(("batch", "length"), tokens.shape, strict=True))
+    batch_axes = mesh_axes("batch", tokens.shape[0])
+    length_axes = mesh_axes("length", tokens.shape[1])
     if "fsdp" not in batch_axes or table.shape[1] % jax.sharding.get_abstract_mesh().shape["fsdp"]:
         return learned(tokens, with_logical_constraint(table, "vocab", None))
 
     def on_each(tokens, table):
-        found = learned(jax.lax.all_gather(tokens, "fsdp", tiled=True), table)
-        return jax.lax.all_to_all(found, "fsdp", split_axis=0, concat_axis=2, tiled=True)
+        x = learned(jax.lax.all_gather(tokens, "fsdp", tiled=True), table)
+        return jax.lax.all_to_all(x, "fsdp", split_axis=0, concat_axis=2, tiled=True)
 
     split = P(batch_axes, length_axes or None)
     on_shards = jax.shard_map(
@@ -146,17 +168,26 @@ def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Ar
 
     if masked is not None:
         if not embedding.mask_token:
-            raise ConfigError("inputs: masked patches, but model.embedding has no mask token; set mask_token=True")
+            raise ConfigError(
+                "inputs: masked patches, but model.embedding has no mask token; set mask_token=True"
+            )
         if masked.shape != x.shape[:2]:
-            raise ConfigError(f"inputs: masked {list(masked.shape)}: expected flags [B, patches], here {list(x.shape[:2])}")
+            raise ConfigError(
+                f"inputs: masked {list(masked.shape)}: "
+                f"expected flags [B, patches], here {list(x.shape[:2])}"
+            )
         x = jnp.where(masked[..., None], token("mask_token"), x)
     if embedding.class_token:
-        x = jnp.concatenate([jnp.broadcast_to(token("class_token"), (len(x), 1, config.d_model)), x], axis=1)
+        class_token = jnp.broadcast_to(token("class_token"), (len(x), 1, config.d_model))
+        x = jnp.concatenate([class_token, x], axis=1)
     return x
 
 
-def patches(images: Float[Array, "B height width C"], patch: tuple[int, int]) -> Float[Array, "B T P"]:
-    """Each patch as a vector (channel, then line, then column), patches line by line."""
+def patches(
+    images: Float[Array, "B height width C"], patch: tuple[int, int]
+) -> Float[Array, "B T P"]:
+    """Each patch as a vector (channel, then line, then column). The patches are line by line."""
     B, height, width, C = images.shape
-    cut = images.reshape(B, height // patch[0], patch[0], width // patch[1], patch[1], C).transpose(0, 1, 3, 5, 2, 4)
-    return cut.reshape(B, cut.shape[1] * cut.shape[2], -1)
+    down, across = height // patch[0], width // patch[1]
+    x = images.reshape(B, down, patch[0], across, patch[1], C).transpose(0, 1, 3, 5, 2, 4)
+    return x.reshape(B, down * across, -1)

@@ -1,4 +1,4 @@
-"""What reads the last hidden states: logits of tokens, classes of sequences, of positions, of images."""
+"""Heads read the last hidden states: logits of tokens, classes of sequences or of positions."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -25,42 +25,50 @@ from jaxformer.ops.feedforward import ACTIVATIONS
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import with_logical_constraint
 
-MOST_POSITIONS = 1024  # positions whose pairs are evaluated: a long context has too many
+MOST_POSITIONS = 1024  # a long context has too many pairs of positions to evaluate them all
 
 
 class Head(NamedTuple):
-    """A head: `ModelConfig.heads` may hold any function `config -> Head`."""
+    """A head. `ModelConfig.heads` may hold any function `config -> Head`."""
 
     name: str  # the key of its parameters and of its output
     spec: Tree  # of `Spec`
-    # (params, hidden [B, T, D], padding_mask [B, T], False for padding, or None, inputs) -> array, float32 or better;
-    # `inputs` is what `models.apply` got by that name
+    # (params, hidden [B, T, D], padding_mask [B, T] or None, inputs) -> array, float32 or wider;
+    # the padding mask is False for padding; `inputs` is the argument of `models.apply`
     apply: Callable
 
 
-def run(head: Head, params: Tree, hidden: Float[Array, "B T D"], padding_mask, inputs: Tree) -> Array:
-    """The output of a head. A head of three parameters is called without `inputs`: heads of older files have three."""
+def run(
+    head: Head, params: Tree, hidden: Float[Array, "B T D"], padding_mask, inputs: Tree
+) -> Array:
+    """The output of a head.
+
+    Heads in older files have three parameters. They are called without `inputs`.
+    """
     if len(code.positional_names(head.apply)) == 3:
         return head.apply(params, hidden, padding_mask)
     return head.apply(params, hidden, padding_mask, inputs)
 
 
 def heads(config: ModelConfig, table: Weight | None = None) -> dict[str, Head]:
-    """The heads of the config by name; a language model may read the embedding's `table` `[V, D]`."""
+    """{name: head} of the config. A language model may read the embedding's `table` `[V, D]`."""
     made = [_head(config, head, table) for head in config.heads]
     for name, count in Counter(head.name for head in made).items():
         if count > 1:
-            raise ConfigError(f"model.heads: {count} of them are called {name!r}; give each a name of its own")
+            raise ConfigError(
+                f"model.heads: {count} of them are called {name!r}; give each a name of its own"
+            )
     return {head.name: head for head in made}
 
 
 def spec(config: ModelConfig) -> Tree:
-    """Parameters of all heads that have some: `{name: tree}`."""
+    """{name: parameters} of the heads that have parameters."""
     return {name: head.spec for name, head in heads(config).items() if head.spec}
 
 
 def _head(config: ModelConfig, head, table: Weight | None) -> Head:
-    D, V, start = config.hidden_width, config.vocab_size, normal(config.std)
+    D, V = config.hidden_width, config.vocab_size
+    start = normal(config.std)
 
     def matrix(width, out, axis, bias):
         return params.linear((width, out), ("embed", axis), ("embed",), start, bias)
@@ -68,14 +76,21 @@ def _head(config: ModelConfig, head, table: Weight | None) -> Head:
     match head:
         case LanguageModel():
             tree: Tree = {"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {}
-            if head.transform:  # its bias keeps the axis "embed"
-                bias = {"bias": Spec((D,), ("embed",), zeros)}
-                tree["transform"] = matrix(D, D, None, False) | bias | {"norm": norm_spec(config, D)}
+            if head.transform:
+                tree["transform"] = {
+                    **matrix(D, D, None, False),
+                    "bias": Spec((D,), ("embed",), zeros),  # it keeps the axis "embed"
+                    "norm": norm_spec(config, D),
+                }
             if not config.tie_embeddings:  # [V, D] like the embedding: one product for both
                 tree["kernel"] = Spec((V, D), ("vocab", "embed"), start, ("embed",))
-            return Head(head.name, tree, lambda params, hidden, *_: logits(config, head, params, hidden, table))
+            return Head(
+                head.name,
+                tree,
+                lambda params, hidden, *_: logits(config, head, params, hidden, table),
+            )
         case Classification():
-            width = head.pooler_width or config.d_model  # also of two streams
+            width = head.pooler_width or config.d_model  # also for a stack of two streams
             tree = {"pooler": matrix(D, width, None, True)} if head.pooler else {}
             if head.classes is not None:
                 tree |= matrix(width if head.pooler else D, head.classes, "class", head.bias)
@@ -89,85 +104,121 @@ def _head(config: ModelConfig, head, table: Weight | None) -> Head:
     return head(config)
 
 
-def logits(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float[Array, "B T D"], table) -> Array:
-    """`[B, T, V]`: the product of `unembedding`, after the softcap."""
+def logits(
+    config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float[Array, "B T D"], table
+) -> Array:
+    """Logits `[B, T, V]`: the product of `unembedding`, after the softcap."""
     hidden, kernel, bias = unembedding(config, head, params, hidden, table)
-    found = ops.einsum("btd,vd->btv", hidden, kernel, dtype=_wide(hidden))
-    found = with_logical_constraint(add_bias(found, bias), "batch", "length", "vocab")
+    y = ops.einsum("btd,vd->btv", hidden, kernel, dtype=_wide(hidden))
+    y = with_logical_constraint(add_bias(y, bias), "batch", "length", "vocab")
     cap = config.logit_softcap
-    return found if cap is None else cap * jnp.tanh(found / cap)
+    return y if cap is None else cap * jnp.tanh(y / cap)
 
 
 def classify(
-    head: Classification, params: Tree, hidden: Float[Array, "B T D"], padding_mask: Any, inputs: Tree = None
+    head: Classification,
+    params: Tree,
+    hidden: Float[Array, "B T D"],
+    padding_mask: Any,
+    inputs: Tree = None,
 ) -> Float[Array, "B C"]:
     """Classes of each batch row, or its pooled hidden state."""
-    pooled, wide = pool(hidden, head.pool, padding_mask), _wide(hidden)
+    wide = _wide(hidden)
+    pooled = pool(hidden, head.pool, padding_mask)
     if head.pooler:
         pooled = ACTIVATIONS[head.pooler](linear("bd,dc->bc", pooled, params["pooler"]))
-    return pooled.astype(wide) if head.classes is None else linear("bd,dc->bc", pooled, params, wide)
+    if head.classes is None:
+        return pooled.astype(wide)
+    return linear("bd,dc->bc", pooled, params, wide)
 
 
 def _wide(x: Array):
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def unembedding(config: ModelConfig, head: LanguageModel, params: Tree, hidden: Float[Array, "B T D"], tokens_table):
-    """(hidden, kernel `[V, D]`, bias `[V]` or None) of `ops.projected_cross_entropy`: logits are hidden kernel^T + bias."""
+def unembedding(
+    config: ModelConfig,
+    head: LanguageModel,
+    params: Tree,
+    hidden: Float[Array, "B T D"],
+    tokens_table,
+):
+    """(hidden, kernel `[V, D]`, bias `[V]` or None): logits are hidden kernel^T + bias.
+
+    These are the arguments of `ops.projected_cross_entropy`.
+    """
     if head.transform:
         hidden = ACTIVATIONS[head.transform](linear("btd,dc->btc", hidden, params["transform"]))
         hidden = norm(config, params["transform"]["norm"], hidden)
-    scale, start = head.scale, config.init_std
-    if config.tie_embeddings and isinstance(start, MuP):  # the table starts and learns as an embedding
-        scale *= start.base_width / config.d_model
+    scale = head.scale
+    # with MuP, a tied table starts and learns as an embedding
+    if config.tie_embeddings and isinstance(config.init_std, MuP):
+        scale *= config.init_std.base_width / config.d_model
     if scale != 1.0:
         hidden = hidden * scale
-    return hidden, tokens_table if config.tie_embeddings else params["kernel"], params.get("bias")
+    kernel = tokens_table if config.tie_embeddings else params["kernel"]
+    return hidden, kernel, params.get("bias")
 
 
-def pool(hidden: Float[Array, "B T D"], pooling: str, padding_mask: Bool[Array, "B T"] | None = None) -> Float[Array, "B D"]:
-    """The first or the last position that is no padding, the mean of those, or position 0, padding or not (`position_0`)."""
+def pool(
+    hidden: Float[Array, "B T D"], pooling: str, padding_mask: Bool[Array, "B T"] | None = None
+) -> Float[Array, "B D"]:
+    """One hidden state for each batch row: "first", "last", "mean" or "position_0".
+
+    The first three read the positions that are not padding. `position_0` reads position 0, even if
+    it is padding.
+    """
     flags = jnp.ones(hidden.shape[:2], bool) if padding_mask is None else padding_mask
     match pooling:
         case "mean":
-            return ops.einsum("btd,bt->bd", hidden, flags / jnp.maximum(flags.sum(axis=1, keepdims=True), 1))
+            weights = flags / jnp.maximum(flags.sum(axis=1, keepdims=True), 1)
+            return ops.einsum("btd,bt->bd", hidden, weights)
         case "position_0":
             return hidden[:, 0]
         case "first":
-            at = jnp.argmax(flags, axis=1)
+            position = jnp.argmax(flags, axis=1)
         case "last":
-            at = flags.shape[1] - 1 - jnp.argmax(flags[:, ::-1], axis=1)
+            position = flags.shape[1] - 1 - jnp.argmax(flags[:, ::-1], axis=1)
         case _:
             raise ConfigError(f"pool={pooling!r}: expected first, last, mean or position_0")
-    return jnp.take_along_axis(hidden, at[:, None, None], axis=1)[:, 0]
+    return jnp.take_along_axis(hidden, position[:, None, None], axis=1)[:, 0]
 
 
 def sees_later_tokens(config: ModelConfig, everywhere: bool = False) -> bool:
-    """Whether a mask of the model lets a token see later ones, so that it cannot predict the next one.
+    """Whether a mask of the model lets a token see later tokens, which it could then copy.
 
-    A prefix LM (`causal() | prefix(n)`) sees later tokens of its prefix alone: it generates, and not all of its labels count.
+    Without `everywhere`, a prefix LM (`causal() | prefix(n)`) does not count: its tokens see later
+    tokens only within the prefix. It generates, but not all of its labels are predictions.
     """
     return any(shows_later(mask, config.context_length, everywhere) for mask in set(config.masks))
 
 
 def shows_later(mask: Mask, length: int, everywhere: bool = True) -> bool:
-    """Whether the mask shows a later position to any, or else (not `everywhere`) one behind a prefix to the last half.
+    """Whether the mask shows a later position to any query.
 
-    A prefix is the first positions, which all see. At most `MOST_POSITIONS` of each half are evaluated.
+    Without `everywhere`: whether it shows a later position behind the prefix to a query in the last
+    half. The prefix is the first positions, if all queries see them. At most `MOST_POSITIONS` of
+    each half are evaluated.
     """
     half = min(length // 2 + 1, MOST_POSITIONS)
     positions = np.union1d(np.arange(half), np.arange(length - half, length))
     visible = evaluate(mask.sized(length), positions[None], positions[None])
     later = np.triu(visible, 1)
     if not everywhere:
-        prefix = int(np.cumprod(visible.all(axis=(0, 1, 2))).sum())  # the first keys that all queries see
+        # the number of first keys that all queries see
+        prefix = int(np.cumprod(visible.all(axis=(0, 1, 2))).sum())
         later = later[..., -half:, prefix if prefix < len(positions) else 0 :]
     return bool(later.any())
 
 
 def shows_labels(config: ModelConfig, prompt: int, length: int) -> bool:
-    """Whether a mask shows a position from `prompt` on to an earlier one, in the `MOST_POSITIONS` around the prompt's end."""
-    positions = np.arange(max(0, prompt - MOST_POSITIONS // 2), min(length, prompt + MOST_POSITIONS // 2))
+    """Whether a mask shows a position from `prompt` on to an earlier position.
+
+    Only the `MOST_POSITIONS` positions around the prompt's end are evaluated.
+    """
+    positions = np.arange(
+        max(0, prompt - MOST_POSITIONS // 2), min(length, prompt + MOST_POSITIONS // 2)
+    )
     masks = {mask.sized(config.context_length) for mask in config.masks if not is_causal(mask)}
     visible = (evaluate(mask, positions[None], positions[None]) for mask in masks)
     return any(np.triu(pairs, 1)[..., positions >= prompt].any() for pairs in visible)
@@ -179,6 +230,6 @@ def language_model(config: ModelConfig) -> LanguageModel | None:
 
 
 def continues_text(model: Any) -> bool:
-    """Whether a model predicts the next token from those before it: a masked language model does not."""
+    """Whether a model predicts the next token from earlier tokens; a masked LM does not."""
     has_head = isinstance(model, ModelConfig) and language_model(model) is not None
     return has_head and not sees_later_tokens(model)

@@ -1,10 +1,12 @@
-"""What a model computes on its way, read or replaced by name: `apply(..., intermediates=("layers/*/attention/weights",))`.
+"""Intermediate values of a model, read or replaced by name.
 
-Names: "embedding", "layers/*/residual" (after each layer), and of the sub-layers attention, cross_attention, feedforward
-"layers/*/attention/input" and ".../out"; of attention also query, key, value, weights, heads (before the last projection), of
-feedforward also hidden (before its last projection).
-A number instead of * is one layer. Of an encoder-decoder every name begins with encoder/ or decoder/. A mixer of your own
-gives names with `context.tap("name", value)`.
+`apply(..., intermediates=("layers/*/attention/weights",))` reads. The names are:
+"embedding" and "layers/*/residual" (the stream after each layer);
+"layers/*/attention/input" and ".../out", and the same for cross_attention and feedforward;
+in attention also query, key, value, weights, heads (before the last projection);
+in feedforward also hidden (before the last projection).
+A number instead of * is one layer. In an encoder-decoder every name begins with encoder/ or
+decoder/. Your own mixer names values with `context.tap("name", value)`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,35 +19,42 @@ import jax.numpy as jnp
 from jaxformer.errors import ConfigError, did_you_mean
 
 Edit = Callable  # (value, number of the layer, which is traced in a scan) -> value
-Wanted = Sequence[str] | Mapping[str, Callable]  # names, or for each name a function of its value, whose result is kept
+# names; or {name: function of the value}, where the function's result is kept
+Wanted = Sequence[str] | Mapping[str, Callable]
 
 
 @dataclass(frozen=True, eq=False)
 class Tap:
-    """Called with a name and a value where the model computes it; returns the value, or the result of an edit."""
+    """tap(name, value) -> the value, or the result of its edit.
 
-    wanted: tuple[tuple[str, Callable], ...] = ()  # patterns, and what of a value is kept
-    edits: tuple[tuple[str, Edit], ...] = ()
+    The model calls it where it computes a value that has a name.
+    """
+
+    wanted: tuple[tuple[str, Callable], ...] = ()  # (pattern, function of the value to keep)
+    edits: tuple[tuple[str, Edit], ...] = ()  # (pattern, edit)
     path: str = ""  # stands before the names
     layer: Any = None
-    found: dict[tuple[int, str], Any] = field(default_factory=dict)  # by the number of the pattern and the path
+    # {(number of the pattern, path): kept value}
+    found: dict[tuple[int, str], Any] = field(default_factory=dict)
     seen: set[str] = field(default_factory=set)  # every name, for messages
 
     def __bool__(self) -> bool:
-        """Whether anything was asked for."""
+        """Whether any value is read or replaced."""
         return bool(self.wanted or self.edits)
 
     def inside(self, path: str) -> "Tap":
-        """For the names of a part."""
+        """The tap for the names inside a part of a layer."""
         return replace(self, path=f"{self.path}{path}/") if self else self
 
     def in_layer(self, layer: Any) -> "Tap":
-        """For the names of a layer, with a `found` of its own."""
+        """The tap for the names inside a layer. It has a `found` of its own."""
         return replace(self, path="layers/*/", layer=layer, found={}) if self else self
 
     def asks(self, name: str) -> bool:
         """Whether a value of this name is read or replaced."""
-        return any(_matches(pattern, self.path + name) for pattern, _ in (*self.wanted, *self.edits))
+        return any(
+            _matches(pattern, self.path + name) for pattern, _ in (*self.wanted, *self.edits)
+        )
 
     def __call__(self, name: str, value: Any) -> Any:
         if not self or value is None:
@@ -54,31 +63,46 @@ class Tap:
         self.seen.add(path)
         for pattern, edit in self.edits:
             if _matches(pattern, path):
-                edited, number = edit(value, self.layer), _number(pattern)
+                edited = edit(value, self.layer)
+                number = _number(pattern)
                 if jnp.shape(edited) != value.shape:
                     shapes = f"{list(jnp.shape(edited))} in place of {list(value.shape)}"
                     raise ConfigError(f"edits: {pattern}: {shapes}; expected the same shape")
-                edited = jnp.asarray(edited, value.dtype)  # else one number of 32 bits widens all layers behind it
+                # else one number of 32 bits would widen all later layers
+                edited = jnp.asarray(edited, value.dtype)
                 value = edited if number is None else jnp.where(self.layer == number, edited, value)
         for i, (pattern, keep) in enumerate(self.wanted):
             if _matches(pattern, path):
                 self.found[i, path] = keep(value)
         return value
 
-    def results(self, layers: Mapping[tuple[int, str], Any] | None, num_layers: int) -> dict[str, Any]:
-        """What was asked for; `layers` are the values of all layers `[L, ...]`. ConfigError for a name that nothing has."""
+    def results(
+        self, layers: Mapping[tuple[int, str], Any] | None, num_layers: int
+    ) -> dict[str, Any]:
+        """{name: kept value} for every name that was asked for.
+
+        `layers` are the values of all layers `[L, ...]`. Raises ConfigError for a name that no
+        value has.
+        """
         results = {}
         for pattern, _ in (*self.wanted, *self.edits):
             number = _number(pattern)
             if number is not None and number >= num_layers:
-                raise ConfigError(f"intermediates: {pattern}: there are {num_layers} layers, from 0")
+                raise ConfigError(
+                    f"intermediates: {pattern}: there are {num_layers} layers, from 0"
+                )
             if not any(_matches(pattern, path) for path in self.seen):
                 names = sorted(self.seen)
                 hint = did_you_mean(pattern, names) or f"; there are {', '.join(names)}"
-                raise ConfigError(f"intermediates: the model computes nothing of the name {pattern}{hint}")
+                raise ConfigError(
+                    f"intermediates: the model computes nothing of the name {pattern}{hint}"
+                )
         for (i, path), value in (self.found | dict(layers or {})).items():
             number = _number(self.wanted[i][0])
-            results[path if number is None else path.replace("*", str(number), 1)] = value if number is None else value[number]
+            if number is None:
+                results[path] = value
+            else:
+                results[path.replace("*", str(number), 1)] = value[number]
         return results
 
 
@@ -86,35 +110,63 @@ NOTHING = Tap()
 
 
 def tap(wanted: Wanted, edits: Mapping[str, Edit] | None) -> Tap:
-    """A tap for the options `intermediates` and `edits` of `apply`. ConfigError for one name instead of several."""
+    """The tap for the options `intermediates` and `edits` of `apply`.
+
+    Raises ConfigError for a single name that is not in a tuple.
+    """
     if isinstance(wanted, str):
-        raise ConfigError(f"intermediates: {wanted!r} is one text; give a tuple of names: ({wanted!r},)")
-    pairs = wanted.items() if isinstance(wanted, Mapping) else ((name, lambda value: value) for name in wanted)
-    return Tap(tuple(pairs), tuple((edits or {}).items())) if wanted or edits else NOTHING
+        raise ConfigError(
+            f"intermediates: {wanted!r} is one text; give a tuple of names: ({wanted!r},)"
+        )
+    if not (wanted or edits):
+        return NOTHING
+    if not isinstance(wanted, Mapping):
+        wanted = {name: _itself for name in wanted}
+    return Tap(tuple(wanted.items()), tuple((edits or {}).items()))
 
 
-def of_stack(name: str, wanted: Wanted, edits: Mapping[str, Edit] | None) -> tuple[Wanted, dict[str, Edit]]:
-    """The options of one stack of an encoder-decoder, "encoder" or "decoder". ConfigError for a name without a stack."""
+def _itself(value: Any) -> Any:
+    return value
+
+
+def of_stack(
+    name: str, wanted: Wanted, edits: Mapping[str, Edit] | None
+) -> tuple[Wanted, dict[str, Edit]]:
+    """The options (wanted, edits) of one stack of an encoder-decoder, "encoder" or "decoder".
+
+    Raises ConfigError for a name that does not begin with a stack.
+    """
     for path in (*wanted, *(edits or {})):
         if not path.startswith(("encoder/", "decoder/")):
-            raise ConfigError(f"intermediates: {path}: of an encoder-decoder a name begins with encoder/ or decoder/")
+            raise ConfigError(
+                f"intermediates: {path}: "
+                "of an encoder-decoder a name begins with encoder/ or decoder/"
+            )
 
     def inside(named):
         return {path[len(name) + 1 :]: f for path, f in named.items() if path.startswith(name)}
 
-    some = inside(wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted))
-    return some if isinstance(wanted, Mapping) else tuple(some), inside(edits or {})
+    edits_inside = inside(edits or {})
+    if isinstance(wanted, Mapping):
+        return inside(wanted), edits_inside
+    return tuple(inside(dict.fromkeys(wanted))), edits_inside
 
 
 def _number(pattern: str) -> int | None:
-    """The layer that a pattern names."""
+    """The number of the layer that a pattern names, or None."""
     names = pattern.split("/")
-    return int(names[1]) if names[0] == "layers" and len(names) > 1 and names[1].isdigit() else None
+    if names[0] == "layers" and len(names) > 1 and names[1].isdigit():
+        return int(names[1])
+    return None
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Part by part; the number of a layer matches the * of a path."""
-    patterns, names = pattern.split("/"), path.split("/")
+    """Whether the pattern matches the path, part by part.
+
+    The number of a layer matches the * of a path.
+    """
+    patterns = pattern.split("/")
+    names = path.split("/")
     if _number(pattern) is not None:
         patterns[1] = "*"
     return len(patterns) == len(names) and all(map(fnmatchcase, names, patterns))

@@ -1,4 +1,4 @@
-"""The parts of a layer: mixer, feed-forward and block, the `Context` that they read, and the outputs that they return."""
+"""The parts of a layer (mixer, feed-forward, block), what they read (`Context`) and return."""
 
 import math
 from collections.abc import Callable
@@ -22,11 +22,11 @@ class Source:
     """The encoder's output, as the layers of a decoder read it."""
 
     hidden: Any  # [B, S, D]
-    mask: Mask  # which of its positions each query sees
-    heads: Any = None  # in decoding, its keys and values {"key", "value"}, [B, S, K, H]: of all layers a tuple
-    key_positions: Any = (
-        None  # added to the inputs of keys: the encoder's positions [B or 1, S, D], where these are `AttentionPositions`
-    )
+    mask: Mask  # which source positions each query sees
+    # in decoding: {"key", "value"} of the source, [B, K, S, H]; for all layers a tuple of these
+    heads: Any = None
+    # of an encoder with `AttentionPositions`: its vectors [B or 1, S, D], added to inputs of keys
+    key_positions: Any = None
 
 
 @struct.dataclass
@@ -36,26 +36,29 @@ class Context:
     mask: Mask  # which keys each query sees
     positions: Any  # of the tokens, [B or 1, T]
     slot_positions: Any = None  # of all keys, [B or 1, S]; None: the position of a key is its index
-    # True: the caller of `apply` passed positions, so two tokens may be nearer or farther apart than their indices
+    # True: the caller of `apply` passed positions, so distances of positions may differ from those
+    # of indices
     explicit_positions: bool = struct.field(pytree_node=False, default=False)
     dropout_key: Any = None
-    state: Tree = None  # in decoding, what this mixer keeps (attention: keys and values [B, K, S, H])
-    lengths: Any = None  # in decoding, the number of tokens in the state, [B]; None: the state is empty
-    # in decoding, the number of tokens of a batch row that the cache holds at most
+    # in decoding: the cache of this mixer (attention: keys and values [B, K, S, H])
+    state: Tree = None
+    # in decoding: the number of tokens in the state, [B]; None: the state is empty
+    lengths: Any = None
+    # in decoding: the largest number of tokens that the cache holds for a batch row
     cache_length: int = struct.field(pytree_node=False, default=0)
-    # in decoding, the length of each text, [B], where rotations depend on it; None: `positions` show it
+    # in decoding: the length of each text, [B], if rotations depend on it; None: see `positions`
     text_lengths: Any = None
     layer: Any = 0  # counted from 0
     shared: Tree = None  # parameters that all layers have in common
-    constants: Tree = None  # what the mixer drew for this layer
-    inputs: Tree = None  # what the caller of `apply` passed for mixers
+    constants: Tree = None  # arrays that the mixer drew for this layer
+    inputs: Tree = None  # inputs for mixers, passed by the caller of `apply`
     carry: Tree = None  # value passed from the previous layer
     padding_mask: Any = None  # [B, T], False for padding; None: there is none
     source: Source | None = None
-    # tap(name, value) -> value: what a caller of `apply` may read or replace
+    # tap(name, value) -> value: lets a caller of `apply` read or replace the value
     tap: Tap = struct.field(pytree_node=False, default=NOTHING)
 
-    # earlier names, which files of users read
+    # earlier names of fields: users' files read them
     real = property(lambda self: self.padding_mask)
     room = property(lambda self: self.cache_length)
     memo = property(lambda self: self.carry)
@@ -68,7 +71,8 @@ class MixerOutput(NamedTuple):
     out: Any  # [B, T, D]
     state: Tree = None  # the state with these tokens
     carry: Tree = None  # value for the next layer
-    updates: Tree = None  # new values of its parameters of `Spec(trained=False)`: a part of their tree
+    # new values of its `Spec(trained=False)` parameters: a part of its params tree
+    updates: Tree = None
 
 
 class FeedForwardOutput(NamedTuple):
@@ -77,32 +81,38 @@ class FeedForwardOutput(NamedTuple):
     out: Any  # [B, T, D]
     loss: Any = None  # an auxiliary loss, already weighted
     stats: Tree = None  # figures for reports
-    updates: Tree = None  # new values of its parameters of `Spec(trained=False)`: a part of their tree
+    # new values of its `Spec(trained=False)` parameters: a part of its params tree
+    updates: Tree = None
 
 
 class LayerOutput(NamedTuple):
-    """What a layer returns; of a stack, each leaf is `[L, ...]`."""
+    """What a layer returns. For a stack, each leaf is `[L, ...]`."""
 
-    hidden: Any = None  # [B, T, D]; of a stack None
-    state: Tree = None  # of a stack: one for each layer
-    carry: Tree = None  # of a stack None
+    hidden: Any = None  # [B, T, D]; None for a stack
+    state: Tree = None  # for a stack: a tuple, one for each layer
+    carry: Tree = None  # None for a stack
     loss: Any = None
     stats: Tree = None
     intermediates: Tree = None  # `Tap.found`
-    updates: Tree = None  # of a stack: a part of the tree of its parameters
+    updates: Tree = None  # for a stack: a part of the tree of its parameters
 
 
 class Layers(NamedTuple):
-    """What a stack runs: `ModelConfig.stack` is a function (config, Layers, x, Context) -> (x, LayerOutput)."""
+    """What a stack runs.
+
+    `ModelConfig.stack` is a function (config, Layers, x, Context) -> (x, LayerOutput), or an object
+    that is called so and has a method `spec(config)`: the parameters of its own.
+    """
 
     params: Tree  # of `stacks.layout.spec`; in decoding also a tuple: a tree for each layer
-    masks: tuple[Mask, ...]  # one a layer, repeated
-    state: tuple | None = None  # in decoding, one for each layer
+    masks: tuple[Mask, ...]  # one for each layer, repeated over the depth
+    state: tuple | None = None  # in decoding: one for each layer
     constants: Tree = None  # [L, ...]; None: the mixers draw them
+    stack_params: Tree = None  # the stack's own parameters, if it has a method `spec(config)`
 
 
 class FeedForward(NamedTuple):
-    """A feed-forward of your own: `ModelConfig.feedforward` may be any function `config -> FeedForward`."""
+    """A feed-forward. `ModelConfig.feedforward` may be any function `config -> FeedForward`."""
 
     spec: Tree  # of `Spec`
     apply: Callable  # (params, x [B, T, D], Context) -> FeedForwardOutput
@@ -110,7 +120,7 @@ class FeedForward(NamedTuple):
 
 
 class Mixer(NamedTuple):
-    """A way for positions to exchange information: `ModelConfig.mixer` is any function `config -> Mixer`."""
+    """A way to mix positions. `ModelConfig.mixer` may be any function `config -> Mixer`."""
 
     spec: Tree  # of `Spec`
     apply: Callable  # (params, x [B, T, D], Context) -> MixerOutput
@@ -118,49 +128,64 @@ class Mixer(NamedTuple):
     state: Callable | None = None
     shared: Tree = None  # the spec of parameters that all layers have in common
     constants: Callable = lambda *_: None  # T -> arrays [L, ...] that are drawn, not trained
-    carry: Callable = lambda *_: None  # x -> the `Context.carry` of the first layer: the shapes that each layer passes on
-    rolls: bool = False  # whether the cache may be a ring buffer as long as the mask's window: a new token replaces the oldest
+    # x -> the first layer's `Context.carry`, in the shapes that each layer passes on
+    carry: Callable = lambda *_: None
+    # whether the cache may be a ring buffer as long as the mask's window: then a new token replaces
+    # the oldest one
+    rolls: bool = False
 
 
 def same_stream(params: Tree, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
-    """x: the stream begins with the embedding, or ends as the last layer leaves it."""
+    """x: the stream begins as the embedding, or ends as the last layer's output."""
     return x
 
 
 class Block(NamedTuple):
-    """How sub-layers meet the residual stream: `ModelConfig.block` is any function `(config, names) -> Block`.
+    """How sub-layers meet the residual stream.
 
-    `names` are the sub-layers of a layer in their order: attention, cross_attention where there is an encoder, feedforward.
-    `sublayers` has a function `y [B, T, D] -> [B, T, D]` for each name, to be called once; its output is dropped out already.
-    A block that drops something itself takes `context.dropout_key`, and has a method `evaluation()` that returns the block
-    without it.
+    `ModelConfig.block` may be any function `(config, names) -> Block`. `names` are the sub-layers
+    of a layer in their order: attention, cross_attention (if there is an encoder), feedforward.
+    `sublayers` maps each name to a function `y [B, T, D] -> [B, T, D]`. The block calls each
+    function once. Dropout is already applied to the function's output. A block with dropout of its
+    own takes `context.dropout_key`, and has a method `evaluation()` that returns the block without
+    dropout.
     """
 
     spec: Tree  # of one layer's own parameters, besides those of the sub-layers: norms, scales
     apply: Callable  # (params, stream, sublayers, Context) -> the stream after the layer
-    stack_spec: Tree = None  # of parameters that stand once in the model, at the top of its tree: {"final_norm": ...}
-    begin: Callable = same_stream  # (params of `stack_spec`, x [B, T, D], Context) -> the stream [B, T, ...]
-    end: Callable = same_stream  # (params of `stack_spec`, the stream, Context) -> [B, T, hidden_width]
+    # of parameters that the model has once, at the top of its tree: {"final_norm": ...}
+    stack_spec: Tree = None
+    # (params of `stack_spec`, x [B, T, D], Context) -> the stream [B, T, ...]
+    begin: Callable = same_stream
+    # (params of `stack_spec`, the stream, Context) -> [B, T, hidden_width]
+    end: Callable = same_stream
     shared: Tree = None  # the spec of parameters that all layers have in common
 
 
 def linear_spec(config: ModelConfig, name: str, shape, axes, contracts, std: float) -> Tree:
-    """A linear map, with a bias if the config gives one to that name."""
+    """A linear map. It has a bias if the config gives one to that name."""
     return params.linear(shape, axes, contracts, normal(std), config.has_bias(name))
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Depth-scaled init of the maps whose output is added to the residual stream. Radford et al. 2019, section 2.3."""
+    """Initial std of maps back into the residual stream: std / sqrt(2 L).
+
+    Radford et al. 2019, section 2.3.
+    """
     return config.std / math.sqrt(2 * config.num_layers)
 
 
-def linear(spec: str, x: Float[Array, "..."], params: Tree, dtype=None, operand_dtype=None) -> Float[Array, "..."]:
-    """The product with the kernel, and the bias if there is one. The dtypes are those of `ops.einsum`."""
+def linear(
+    spec: str, x: Float[Array, "..."], params: Tree, dtype=None, operand_dtype=None
+) -> Float[Array, "..."]:
+    """x kernel + bias, if there is a bias. The dtypes are those of `ops.einsum`."""
     y = ops.einsum(spec, x, params["kernel"], dtype, operand_dtype=operand_dtype)
     return add_bias(y, params.get("bias"))
 
 
-def linear_maps(spec: str, x: Float[Array, "..."], maps: dict[str, Tree]) -> dict[str, Float[Array, "..."]]:
-    """`linear` with several parameters of one x, whose gradient is added up in float32 (`in_float32`)."""
+def linear_maps(
+    spec: str, x: Float[Array, "..."], maps: dict[str, Tree]
+) -> dict[str, Float[Array, "..."]]:
+    """`linear` of one x with several parameters. The gradient of x is summed in float32."""
     wide = in_float32(x)
     return {name: linear(spec, wide, params, x.dtype, x.dtype) for name, params in maps.items()}

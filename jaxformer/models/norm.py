@@ -10,12 +10,13 @@ from jax.nn.initializers import ones, zeros
 from jaxtyping import Float
 
 from jaxformer import ops
-from jaxformer.models.config import ModelConfig, check_words
+from jaxformer.models.checks import check_words
+from jaxformer.models.config import ModelConfig
 from jaxformer.params import Spec, Tree
 
 
 class Norm(NamedTuple):
-    """A norm of your own: `ModelConfig.norm` may be any function `(config, width) -> Norm`."""
+    """A norm of your own. `ModelConfig.norm` may be any function `(config, width) -> Norm`."""
 
     spec: Tree  # of `Spec`; {} for a norm without parameters
     apply: Callable  # (params, x [..., width]) -> [..., width]
@@ -44,9 +45,12 @@ def norm(config: ModelConfig, params: Tree, x: Float[Array, "*rest D"]) -> Float
 
 @dataclass(frozen=True)
 class Unscaled:
-    """A norm without a learned scale and bias, as in OLMo 1 (Groeneveld et al. 2024, arXiv:2402.00838, section 2.1)."""
+    """A norm without a learned scale and bias.
 
-    kind: Literal["layer_norm", "rms_norm"] = "layer_norm"  # of the norm that has no scale
+    As in OLMo 1: Groeneveld et al. 2024, arXiv:2402.00838, section 2.1.
+    """
+
+    kind: Literal["layer_norm", "rms_norm"] = "layer_norm"  # which norm is left unscaled
 
     __post_init__ = check_words
 

@@ -1,4 +1,4 @@
-"""Vectors of positions: added to the first hidden states, or in every attention to queries and keys."""
+"""Vectors of positions, added to the first hidden states or to the inputs of queries and keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,22 +15,28 @@ from jaxformer.params import Spec, Tree
 
 
 class PositionTable(NamedTuple):
-    """A vector for each position. `AttentionPositions(mine)` takes any function `config -> PositionTable`."""
+    """A vector for each position.
+
+    `AttentionPositions(mine)` takes any function `config -> PositionTable`.
+    """
 
     spec: Tree  # of `Spec`
     apply: Callable  # (params, positions [B or 1, T]) -> [B or 1, T, D]
 
 
 def table_of(config: ModelConfig, positions: Any) -> PositionTable | None:
-    """The table that `Learned`, `Axial` and `Sinusoidal` stand for; None for positions that have none."""
-    D, start = config.d_model, normal(config.std)
+    """The table of `Learned`, `Axial` and `Sinusoidal` positions; None for other positions."""
+    D = config.d_model
+    start = normal(config.std)
     match positions:
         case Learned(offset):
-            rows = Spec((config.context_length + offset, D), ("length", "embed"), start)
-            return PositionTable(rows, lambda table, positions: learned(positions + offset, table))
+            spec = Spec((config.context_length + offset, D), ("length", "embed"), start)
+            return PositionTable(spec, lambda table, positions: learned(positions + offset, table))
         case Axial(shape, widths):
             tables = zip(("lines", "columns"), shape, widths, strict=True)
-            spec = {name: Spec((count, width), ("length", None), start) for name, count, width in tables}
+            spec = {
+                name: Spec((count, width), ("length", None), start) for name, count, width in tables
+            }
             return PositionTable(spec, lambda tables, positions: axial(tables, positions, shape[1]))
         case Sinusoidal(layout, spacing):
             return PositionTable({}, lambda _, positions: sinusoidal(positions, D, layout, spacing))
@@ -38,13 +44,15 @@ def table_of(config: ModelConfig, positions: Any) -> PositionTable | None:
 
 
 def axial(tables: Tree, positions: Int[Array, "B T"], columns: int) -> Float[Array, "B T D"]:
-    """The vectors of a grid's line and column side by side, for positions that fill it line by line."""
+    """[line vector, column vector] of each position; positions fill the grid line by line."""
     line, column = jnp.divmod(positions, columns)
-    return jnp.concatenate([learned(line, tables["lines"]), learned(column, tables["columns"])], axis=-1)
+    return jnp.concatenate(
+        [learned(line, tables["lines"]), learned(column, tables["columns"])], axis=-1
+    )
 
 
 def attention_table(config: ModelConfig) -> PositionTable | None:
-    """The table that every attention of the model adds to what its queries and keys are made of."""
+    """The table that every attention adds to the inputs of its queries and keys, or None."""
     if not isinstance(config.positions, AttentionPositions):
         return None
     table = config.positions.table
@@ -52,7 +60,10 @@ def attention_table(config: ModelConfig) -> PositionTable | None:
 
 
 def attention_positions(config: ModelConfig, context: Context) -> Float[Array, "B T D"] | None:
-    """What every attention adds to the inputs of queries and keys: Carion et al. 2020, arXiv:2005.12872, appendix A.3."""
+    """The vectors that every attention adds to the inputs of queries and keys, or None.
+
+    Carion et al. 2020, arXiv:2005.12872, appendix A.3.
+    """
     table = attention_table(config)
     if table is None:
         return None

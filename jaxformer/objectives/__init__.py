@@ -1,4 +1,4 @@
-"""What a model is trained to do, one file a kind. `objective.py` says what an objective is."""
+"""Training objectives, one file for each kind. `objective.py` says what an objective is."""
 
 # ruff: noqa: F401 (names that the package offers)
 from jaxformer.objectives.classes import ClassCrossEntropy

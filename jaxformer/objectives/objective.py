@@ -1,13 +1,15 @@
-"""What a model is trained to do: `objective(model, params, batch, context) -> LossSums`.
+"""The form of an objective: `objective(model, params, batch, context) -> LossSums`.
 
-Any function of that form is an objective. An objective may also have
+Any function of this form is an objective. An objective may also have
 
-    evaluation() -> objective   the one that scores it; by default itself
-    spec(model) -> tree         parameters of its own beside the model's, which train with them: `context.params`
-    whole_batch = True          it compares the rows of a batch, so that its loss is no sum over rows. Accumulation
-                                and pmap, which would show it parts of the batch, are then refused
-    example(model, batch)       what a report may draw: what the model reads of a batch of one row (`tokens` or `images`, and
-                                other arguments of `models.apply`). Without it, or of None, a report draws no example
+    evaluation() -> objective   the objective that evaluation uses; by default itself
+    spec(model) -> tree         parameters of its own, which train beside the model's. They are
+                                `context.params`
+    whole_batch = True          it compares the rows of a batch, so its loss is no sum over rows.
+                                Accumulation and pmap, which show it parts of a batch, are refused
+    example(model, batch)       the inputs of the model for a batch of one row, which a report
+                                draws: `tokens` or `images`, and other arguments of `models.apply`.
+                                Without this method, or for None, a report draws no example
 """
 
 from collections.abc import Callable
@@ -26,32 +28,51 @@ from jaxformer.params import Tree
 
 Batch = dict[str, Array]
 # the fields of a batch that are arguments of `models.apply`
-INPUTS = ("positions", "segment_ids", "token_types", "inputs", "source", "source_segment_ids", "source_positions")
+INPUTS = (
+    "positions",
+    "segment_ids",
+    "token_types",
+    "inputs",
+    "source",
+    "source_segment_ids",
+    "source_positions",
+)
 
 
 @struct.dataclass
 class StepContext:
-    """What an objective knows of the step that calls it, besides the model, its parameters and the batch."""
+    """The facts of a training step that an objective needs besides model, parameters and batch."""
 
-    # for dropout and other draws: a function of (seed, step), another one in each micro-batch and on each device of pmap
+    # for dropout and other random numbers: a function of (seed, step). Each micro-batch, and each
+    # device of pmap, has another key
     key: Any
     dtype: Any = struct.field(pytree_node=False, default=jnp.dtype("float32"))  # of activations
-    step: Any = 0  # the optimizer's step, an int32 array; of an evaluation, how many were done
-    references: dict[str, Tree] = struct.field(default_factory=dict)  # parameters of frozen models: `Experiment.references`
-    params: Tree = struct.field(default_factory=dict)  # the objective's own, which `spec(model)` declares
-    # values of `params.Spec(trained=False)` by their paths: those of the model, and "objective/..." of the objective's own
+    step: Any = 0  # the optimizer's step, an int32 array; in evaluation, the number of steps done
+    # parameters of frozen models: `Experiment.references`
+    references: dict[str, Tree] = struct.field(default_factory=dict)
+    # the objective's own parameters, which `spec(model)` declares
+    params: Tree = struct.field(default_factory=dict)
+    # values of `params.Spec(trained=False)` by path: those of the model, and those of the objective
+    # under "objective/..."
     variables: dict[str, Array] = struct.field(default_factory=dict)
 
 
 def in_both_forms(call: Callable[..., LossSums]) -> Callable[..., LossSums]:
     """A method (model, params, batch, context) that also takes (model, params, batch, key, dtype).
 
-    Objectives had that form before. Experiment files of older runs call ours so.
+    The second form is an older one. Experiment files of older runs call our objectives so.
     """
 
     @wraps(call)
     def either(
-        self: Any, model: Any, params: Any, batch: Batch, context: Any = None, dtype: Any = None, *, key: Any = None
+        self: Any,
+        model: Any,
+        params: Any,
+        batch: Batch,
+        context: Any = None,
+        dtype: Any = None,
+        *,
+        key: Any = None,
     ) -> LossSums:
         if not isinstance(context, StepContext):
             key = key if context is None else context
@@ -62,7 +83,7 @@ def in_both_forms(call: Callable[..., LossSums]) -> Callable[..., LossSums]:
 
 
 def batch_of_row(objective: Any, model: Any, batch: Batch) -> Batch:
-    """A method `example` of an objective whose batch is what the model reads: a report may draw that."""
+    """The method `example` of an objective whose batch holds the model's inputs unchanged."""
     return batch
 
 
@@ -71,29 +92,34 @@ def model_inputs(batch: Batch) -> Batch:
     return {name: batch[name] for name in INPUTS if name in batch}
 
 
-def with_reports(sums: TokenSums, output: models.Output, unit: str = "examples", perplexity: bool = False) -> LossSums:
-    """The sums with the model's own loss, which changes only the gradient, its figures, and its variables' new values.
+def with_reports(
+    sums: TokenSums, output: models.Output, unit: str = "examples", perplexity: bool = False
+) -> LossSums:
+    """The loss sums, with the model's own loss, its statistics, and its variables' new values.
 
-    A figure is a mean over layers; one whose name ends in /layers has a value for each layer.
+    The model's own loss (routing) changes only the gradient. A statistic is a mean over layers; if
+    its name ends in /layers, it has a value for each layer.
     """
     loss = sums.loss
     if output.loss is not None:
-        # the routing loss changes the gradient but not the reported loss
-        loss = loss + ((output.loss - jax.lax.stop_gradient(output.loss)) * sums.weight).astype(loss.dtype)
-    figures = {name: value for name, value in (output.stats or {}).items() if value.ndim == 1}  # one a layer
-    values = {name: value if name.endswith("/layers") else jnp.mean(value) for name, value in figures.items()}
-    means = {name: (value.astype(loss.dtype) * sums.weight, sums.weight) for name, value in values.items()}
-    metrics = {"accuracy": (sums.correct, sums.weight), **means}
+        # the routing loss changes the gradient, but not the reported loss
+        zero = output.loss - jax.lax.stop_gradient(output.loss)
+        loss = loss + (zero * sums.weight).astype(loss.dtype)
+    metrics = {"accuracy": (sums.correct, sums.weight)}
+    for name, value in (output.stats or {}).items():
+        if value.ndim == 1:  # one value for each layer
+            mean = value if name.endswith("/layers") else jnp.mean(value)
+            metrics[name] = (mean.astype(loss.dtype) * sums.weight, sums.weight)
     updates = getattr(output, "updates", None)
     return LossSums(loss, sums.weight, metrics, updates, unit=unit, perplexity=perplexity)
 
 
 def check_smoothing(share: float) -> None:
-    """Raises ConfigError for a label smoothing that is no share of a target."""
+    """Raises ConfigError for a label smoothing outside [0, 1)."""
     if not 0 <= share < 1:
         raise ConfigError(f"objective: label_smoothing={share} must be in [0, 1)")
 
 
 def vocab_size(model: Any, largest: int) -> int:
-    """Of a model that is no config, as large as it must be."""
+    """The vocabulary size of a config; for any other model, the smallest size with id `largest`."""
     return models.last_stack(model).vocab_size if models.is_config(model) else largest + 1

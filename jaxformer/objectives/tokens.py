@@ -1,4 +1,4 @@
-"""The label of each token: the next token of a text, an answer, or what follows a prefix."""
+"""One label for each token: the next token of a text, an answer, or the text after a prefix."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,14 +26,16 @@ from jaxformer.ops.positions import within_segments
 
 @dataclass(frozen=True)
 class TokenCrossEntropy:
-    """Cross entropy of `labels` given `tokens`, summed with `weights`, all `[B, T]`.
+    """Weighted sum of the cross entropy of `labels` given `tokens`, all `[B, T]`.
 
-    The data say what a label is: for text the next token, for aligned tasks the answer at that place. Other fields of a
-    batch go to the model by name: `segment_ids`, `positions`; `source` and `source_segment_ids` for an encoder-decoder.
+    The data decide the labels: for text the next token, for aligned tasks the answer at the same
+    position. Other fields of a batch are passed to the model by name: `segment_ids`, `positions`;
+    `source` and `source_segment_ids` for an encoder-decoder.
     """
 
-    label_smoothing: float = 0.0  # share of the target spread over all classes; not in what is scored
-    z_loss: float = 0.0  # weight of (log sum exp of the logits)^2; not in what is scored
+    # share of the target spread over all classes; not used in evaluation
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0  # weight of (log sum exp of the logits)^2; not used in evaluation
 
     def __post_init__(self):
         check_numbers("objective.", self, z_loss=0)
@@ -49,8 +51,9 @@ class TokenCrossEntropy:
         options = dict(label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         inputs = dict(dropout_key=context.key, dtype=context.dtype, **model_inputs(batch))
         labels, weights = batch["labels"], batch["weights"]
-        # smoothing and the z-loss are terms of their own, so exp of the sum would be no perplexity
-        report = partial(with_reports, unit="tokens", perplexity=not (self.label_smoothing or self.z_loss))
+        # smoothing and z-loss add terms to the loss, so exp(loss) would be no perplexity
+        perplexity = not (self.label_smoothing or self.z_loss)
+        report = partial(with_reports, unit="tokens", perplexity=perplexity)
         if not models.is_config(model):
             output = models.apply(model, params, batch["tokens"], **inputs)
             return report(cross_entropy(output.logits, labels, weights, **options), output)
@@ -59,19 +62,23 @@ class TokenCrossEntropy:
         tree = params if isinstance(model, models.ModelConfig) else params["decoder"]
         head = heads.language_model(config)
         if head is None:
-            raise ConfigError(f"model.heads={config.heads}: this objective needs a LanguageModel among them")
-        return report(head_cross_entropy(config, head, tree, output.hidden, labels, weights, **options), output)
+            raise ConfigError(
+                f"model.heads={config.heads}: this objective needs a LanguageModel among them"
+            )
+        sums = head_cross_entropy(config, head, tree, output.hidden, labels, weights, **options)
+        return report(sums, output)
 
 
 @dataclass(frozen=True)
 class PrefixLanguageModel:
-    """Cross entropy of the tokens behind a prefix, whose tokens all see each other. Raffel et al. 2020, section 3.2.1.
+    """Cross entropy of the tokens after a prefix; the tokens of the prefix all see each other.
 
-    It reads next-token data. The model has the mask `causal() | prefix(n)` with the same n. A mask that hides a part of the
-    prefix, or shows more of the tokens behind it than `causal()`, is refused.
+    The data are next-token data. The model needs the mask `causal() | prefix(n)` with the same n. A
+    mask that hides a part of the prefix, or that shows more of the later tokens than `causal()`, is
+    refused. Raffel et al. 2020, section 3.2.1.
     """
 
-    prefix: int  # tokens of a text that are given
+    prefix: int  # number of tokens of the prefix
 
     def __post_init__(self):
         check_numbers("objective.", self, prefix=1)
@@ -80,21 +87,40 @@ class PrefixLanguageModel:
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
-        tokens, n = batch["tokens"], self.prefix
-        T = tokens.shape[1]
+        n = self.prefix
+        T = batch["tokens"].shape[1]
         for mask in models.last_stack(model).masks if models.is_config(model) else ():
             shown = n < T and mask.blocks(T, T, (T, n))[0, 0] == FULL
             if not shown or heads.shows_later(mask & ~prefix(n), T):
-                raise ConfigError(f"objective.prefix={n}: {T} tokens under {mask}; give model.masks=(causal() | prefix({n}),)")
-        positions = within_segments(batch["segment_ids"]) if "segment_ids" in batch else jnp.arange(T)[None]
-        weights = jnp.where(positions >= n - 1, batch["weights"], 0)  # the label of position n - 1 is the first one behind it
+                raise ConfigError(
+                    f"objective.prefix={n}: {T} tokens under {mask}; "
+                    f"give model.masks=(causal() | prefix({n}),)"
+                )
+        if "segment_ids" in batch:
+            positions = within_segments(batch["segment_ids"])
+        else:
+            positions = jnp.arange(T)[None]
+        # the label of position n - 1 is the first token after the prefix
+        weights = jnp.where(positions >= n - 1, batch["weights"], 0)
         return TokenCrossEntropy()(model, params, batch | {"weights": weights}, context)
 
 
 def head_cross_entropy(
-    config: models.ModelConfig, head: Any, params: Any, hidden: Array, labels: Array, weights: Array, **options: Any
+    config: models.ModelConfig,
+    head: Any,
+    params: Any,
+    hidden: Array,
+    labels: Array,
+    weights: Array,
+    **options: Any,
 ) -> TokenSums:
-    """`projected_cross_entropy` of a language model's head, from its stack's parameters and hidden states."""
-    head_params, table = params.get("heads", {}).get(head.name, {}), params["embedding"].get("tokens")
+    """`projected_cross_entropy` of a language model's head, given the stack's hidden states.
+
+    `params` are those of the stack.
+    """
+    head_params = params.get("heads", {}).get(head.name, {})
+    table = params["embedding"].get("tokens")
     hidden, kernel, bias = heads.unembedding(config, head, head_params, hidden, table)
-    return projected_cross_entropy(hidden, kernel, labels, weights, bias=bias, softcap=config.logit_softcap, **options)
+    return projected_cross_entropy(
+        hidden, kernel, labels, weights, bias=bias, softcap=config.logit_softcap, **options
+    )

@@ -1,8 +1,12 @@
-"""Biases of scores, as values: a function of the positions of a query and a key, and the arrays that it reads."""
+"""Biases of attention scores: ALiBi, T5 and Shaw.
+
+A `Bias` is a value: a function of the positions of a query and a key, and the arrays that it reads.
+"""
 
 import math
 import operator
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +21,13 @@ from jaxformer.ops.einsum import einsum
 
 @struct.dataclass
 class Bias:
-    """A score bias as a rule of positions, evaluated only where it is needed, differentiable in its arrays.
+    """A score bias as a rule of positions.
 
-    `rule(bias, q_positions [T], kv_positions [S]) -> [B or 1, N, T, S]`; or, where `by_distance`, `rule(bias, distances
-    [R]) -> [N, R]` of the distances key - query. `arrays` are its parameters (floating point). Each of `query_arrays`, `[B, T,
-    ...]`, has an entry for every query; the rule gets only the entries of its queries.
+    It is evaluated only where it is needed, and differentiable in its arrays. The rule is
+    `rule(bias, q_positions [T], kv_positions [S]) -> [B or 1, N, T, S]`. With `by_distance` it is
+    `rule(bias, distances [R]) -> [N, R]` of the distances key - query. `arrays` are its parameters
+    (floating point). Each of `query_arrays`, `[B, T, ...]`, has an entry for every query; the rule
+    gets only the entries of its queries.
     """
 
     rule: Callable = struct.field(pytree_node=False)
@@ -31,7 +37,10 @@ class Bias:
     query_arrays: tuple = ()
 
     def block(self, q_start, q_length: int, kv_start, kv_length: int) -> Float[Array, "#B N T S"]:
-        """The bias of `q_length` queries from absolute position `q_start` on and of keys likewise."""
+        """The bias of q_length queries from position `q_start` on, and of kv_length keys likewise.
+
+        Positions are absolute.
+        """
         if self.by_distance:
             distances = kv_start - q_start + jnp.arange(1 - q_length, kv_length)
             return _toeplitz(self.rule(self, distances), q_length)[None]
@@ -39,36 +48,52 @@ class Bias:
         return bias if bias.ndim == 4 else bias[None]
 
 
-def bias_between(bias: Bias | Callable, q: Int[Array, "#B T"], kv: Int[Array, "#B S"]) -> Float[Array, "#B N T S"]:
-    """The bias at these positions of each batch row. Raises ConfigError for a bias that differs by batch row."""
+def bias_between(
+    bias: Bias | Callable, q: Int[Array, "#B T"], kv: Int[Array, "#B S"]
+) -> Float[Array, "#B N T S"]:
+    """The bias at the positions of each batch row.
 
-    def of_row(q: Array, kv: Array) -> Array:
-        if isinstance(bias, Bias) and bias.by_distance:
-            return bias.rule(bias, (kv[None] - q[:, None]).reshape(-1)).reshape(-1, q.shape[0], kv.shape[0])
-        scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
-        if (scores.ndim == 4 and scores.shape[0] > 1) or getattr(bias, "query_arrays", ()):
-            raise ConfigError(f"positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows")
-        return scores.reshape(scores.shape[-3:])
+    Raises ConfigError for a bias that itself differs by batch row.
+    """
+    B = max(len(q), len(kv))
+    q, kv = (jnp.broadcast_to(x, (B, x.shape[1])) for x in (q, kv))
+    return jax.vmap(partial(_bias_of_row, bias))(q, kv)
 
-    rows = max(len(q), len(kv))
-    return jax.vmap(of_row)(*(jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, kv)))
+
+def _bias_of_row(bias: Bias | Callable, q: Int[Array, " T"], kv: Int[Array, " S"]) -> Array:
+    """The bias `[N, T, S]` at the positions of one batch row."""
+    if isinstance(bias, Bias) and bias.by_distance:
+        distances = (kv[None] - q[:, None]).reshape(-1)
+        return bias.rule(bias, distances).reshape(-1, q.shape[0], kv.shape[0])
+    scores = bias.rule(bias, q, kv) if isinstance(bias, Bias) else bias(q, kv)
+    if (scores.ndim == 4 and scores.shape[0] > 1) or getattr(bias, "query_arrays", ()):
+        raise ConfigError(
+            f"positions: a bias {scores.shape} by row; return [N, T, S], the same for all rows"
+        )
+    return scores.reshape(scores.shape[-3:])
 
 
 def _toeplitz(diagonals: Float[Array, "N R"], T: int) -> Float[Array, "N T S"]:
-    """out[n, i, j] = diagonals[n, j - i + T - 1] for R = T + S - 1, without a gather."""
+    """out[n, i, j] = diagonals[n, j - i + T - 1] for R = T + S - 1, without a gather.
+
+    The diagonals are copied T times, with one zero after each copy. Read as lines that are one
+    entry shorter, each line begins one entry earlier than the line before.
+    """
     N, R = diagonals.shape
-    # copies of the diagonals, one zero after each, are read as lines one entry shorter: each begins one entry earlier
-    copies = jnp.broadcast_to(jnp.pad(diagonals, ((0, 0), (0, 1)))[:, None], (N, T, R + 1)).reshape(N, -1)
+    with_zero = jnp.pad(diagonals, ((0, 0), (0, 1)))
+    copies = jnp.broadcast_to(with_zero[:, None], (N, T, R + 1)).reshape(N, -1)
     return copies[:, T - 1 : -1].reshape(N, T, R)[:, :, : R - T + 1]
 
 
 def alibi(num_heads: int) -> Bias:
-    """-m_n |i - j|, linear in the distance, with a slope for each head. Press et al. 2022, arXiv:2108.12409, section 3.
+    """-m_n |i - j|: linear in the distance, with a slope m_n for each head.
 
-    m_n = 2^(-8 n / N) for a power of two N; else the slopes of the power below, then every second of the power above.
+    m_n = 2^(-8 n / N) if N is a power of two. Otherwise the first slopes are those of the power of
+    two below N, and the others are every second slope of the power above. Press et al. 2022,
+    arXiv:2108.12409, section 3.
     """
     check_whole("alibi: num_heads", num_heads)
-    num_heads = operator.index(num_heads)  # of NumPy's integers, too
+    num_heads = operator.index(num_heads)  # an integer of NumPy has no `bit_length`
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * n / below) for n in range(1, below + 1)]
     slopes += [2 ** (-4 * n / below) for n in range(1, 2 * (num_heads - below), 2)]
@@ -81,9 +106,11 @@ def _alibi(bias, distances):
 
 
 def t5(table: Float[Array, "R N"], bidirectional: bool, max_distance: int = 128) -> Bias:
-    """table[bucket(j - i), n]: each near distance has a bucket, far ones share buckets by their logarithm.
+    """table[bucket(j - i), n]: a bucket for each near distance, wider buckets for far ones.
 
-    Raffel et al. 2020, arXiv:1910.10683, section 2.1. Keys after the query have half of the R buckets, or share bucket 0.
+    The bucket of a far distance depends on its logarithm. If `bidirectional`, half of the R
+    buckets are for keys after the query; otherwise these keys share bucket 0. Raffel et al. 2020,
+    arXiv:1910.10683, section 2.1.
     """
     return Bias(_t5, (bidirectional, max_distance), by_distance=True, arrays=(table,))
 
@@ -94,7 +121,10 @@ def _t5(bias, distances):
 
 
 def check_t5(buckets: int, max_distance: int, bidirectional: bool, name: str = "t5: ") -> None:
-    """Raises ConfigError unless some buckets have one distance each, and these end before the maximum."""
+    """Raises ConfigError unless at least one bucket has a single distance.
+
+    Such distances must be below `max_distance`.
+    """
     check_whole(f"{name}buckets", buckets)
     check_whole(f"{name}max_distance", max_distance)
     exact = (buckets // 2 if bidirectional else buckets) // 2
@@ -103,31 +133,45 @@ def check_t5(buckets: int, max_distance: int, bidirectional: bool, name: str = "
         raise ConfigError(f"{name}buckets={buckets} has {exact} exact distances, {expected}")
 
 
-def t5_bucket(distances: Int[Array, "..."], bidirectional: bool, max_distance: int, buckets: int) -> Int[Array, "..."]:
-    """Bucket of each distance key - query. Boundaries are computed on the host, so that all devices have the same."""
+def t5_bucket(
+    distances: Int[Array, "..."], bidirectional: bool, max_distance: int, buckets: int
+) -> Int[Array, "..."]:
+    """The bucket of each distance key - query.
+
+    Boundaries are computed on the host, so that all devices have the same ones.
+    """
     check_t5(buckets, max_distance, bidirectional)
     half = buckets // 2 if bidirectional else buckets
     exact = half // 2
     far = np.arange(exact, max_distance + 1)
-    logs = np.log(far.astype(np.float32) / np.float32(exact)) / np.float32(math.log(max_distance / exact))
-    of_far = np.minimum(exact + (logs * np.float32(half - exact)).astype(np.int64), half - 1)
-    firsts = far[np.searchsorted(of_far, np.arange(exact + 1, half))]  # least distance of each far bucket
+    logs = np.log(far.astype(np.float32) / np.float32(exact))
+    logs = logs / np.float32(math.log(max_distance / exact))
+    far_buckets = exact + (logs * np.float32(half - exact)).astype(np.int64)
+    far_buckets = np.minimum(far_buckets, half - 1)
+    least_distances = far[np.searchsorted(far_buckets, np.arange(exact + 1, half))]
     length = jnp.abs(distances) if bidirectional else jnp.maximum(-distances, 0)
     bucket = jnp.minimum(length, exact)
-    for first in firsts.tolist():
-        bucket = bucket + (length >= first)
+    for least in least_distances.tolist():
+        bucket = bucket + (length >= least)
     return bucket + jnp.where(distances > 0, half, 0) if bidirectional else bucket
 
 
-def shaw(query: Float[Array, "B T N H"], table: Float[Array, "R H"], scale: float | None = None) -> Bias:
-    """scale q_i . a[clip(j - i, -k, k) + k] for a table of R = 2 k + 1 relative keys. Shaw et al. 2018, arXiv:1803.02155.
+def shaw(
+    query: Float[Array, "B T N H"], table: Float[Array, "R H"], scale: float | None = None
+) -> Bias:
+    """scale q_i . a[clip(j - i, -k, k) + k], for a table a of R = 2 k + 1 relative keys.
 
-    Equation 5: q_i (k_j + a_ij) / sqrt(H) is the keys' score plus this bias. `scale` (1/sqrt(H)) must be that of `attention`.
+    q_i (k_j + a_ij) / sqrt(H) is the score of the key plus this bias. `scale` (1/sqrt(H) by
+    default) must be that of `attention`. Shaw et al. 2018, arXiv:1803.02155, eq. 5.
     """
     if table.shape[0] % 2 != 1 or table.shape[1] != query.shape[-1]:
-        raise ValueError(f"shaw: a table [2 k + 1, H] of relative keys; got {table.shape} for queries {query.shape}")
+        raise ValueError(
+            f"shaw: a table [2 k + 1, H] of relative keys; got {table.shape} "
+            f"for queries {query.shape}"
+        )
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = einsum("btnh,rh->btnr", query, table, dtype=wide) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = einsum("btnh,rh->btnr", query, table, dtype=wide) * scale
     return Bias(_shaw, query_arrays=(scores,))
 
 

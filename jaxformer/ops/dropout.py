@@ -1,4 +1,4 @@
-"""Dropout of activations, and of attention weights by a hash of their place."""
+"""Dropout of activations, and of attention weights by a hash of their positions."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxformer.ops.einsum import in_float32
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Array, "..."]:
-    """Keeps each entry with probability 1 - rate, divided by it; the identity without a key.
+    """x / (1 - rate) with probability 1 - rate, else 0, for each entry of x; x without a key.
 
     Srivastava et al. 2014.
     """
@@ -19,22 +19,27 @@ def dropout(x: Float[Array, "..."], rate: float, key: Array | None) -> Float[Arr
 
 
 def rescaled(x: Float[Array, "..."], keep: Bool[Array, "..."], rate: float) -> Float[Array, "..."]:
-    """x / (1 - rate) where kept, else 0."""
-    if rate == 1.0:  # 0 / 0 in the gradient
+    """x / (1 - rate) where `keep`, else 0."""
+    if rate == 1.0:  # its gradient would be 0 / 0
         return jnp.zeros_like(x)
-    wide = in_float32(x)  # a bfloat16 1 - rate would bias every entry the same way
+    # in bfloat16 the rounding error of 1 - rate would bias all entries in the same direction
+    wide = in_float32(x)
     return jnp.where(keep, wide / (1.0 - rate), 0).astype(x.dtype)
 
 
 def keep_mask(
-    seed: UInt32[Array, "2"], rate: float, batch_heads: tuple[int, int],
-    q_positions: Int[Array, "*#batch T"], kv_positions: Int[Array, "*#batch S"], first_row: int = 0,
-) -> Bool[Array, "B N T S"]:  # fmt: skip
-    """Which attention weights stay: a hash of (seed, batch row, head, query and key position).
+    seed: UInt32[Array, "2"],
+    rate: float,
+    batch_heads: tuple[int, int],
+    q_positions: Int[Array, "*#batch T"],
+    kv_positions: Int[Array, "*#batch S"],
+    first_row: int = 0,
+) -> Bool[Array, "B N T S"]:
+    """hash(seed, batch row, head, query position, key position) >= rate: the weights to keep.
 
     `batch_heads` is (B, N). Positions are `[T]` and `[S]`, or `[B|1, T]` and `[B|1, S]`. Any block
-    of the mask can be computed alone: `first_row` is the place in the whole batch of the block's
-    first row. The hash is pcg4d of Jarzynski & Olano 2020 (JCGT 9(3)).
+    of the mask can be computed alone: `first_row` is the index in the whole batch of the block's
+    first batch row. The hash is pcg4d of Jarzynski & Olano 2020 (JCGT 9(3)).
     """
     B, N = batch_heads
     x = jnp.atleast_2d(q_positions).astype(jnp.uint32)[:, None, :, None] + seed[0]

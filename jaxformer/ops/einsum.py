@@ -1,8 +1,8 @@
-"""The one door for every matrix product of a model.
+"""`einsum`: every matrix product of a model is a call of this one function.
 
-Operands in a low precision, their product summed in float32, and gradients that keep both. What XLA:CPU wants of such a
-product stands in `cpu.py`, what a mesh wants of its gradient in `scattered_gradient.py`, weights of decoding in
-`stored_weight.py`.
+Operands may have a low precision. Their product is summed in float32, and so are its gradients.
+What XLA:CPU needs stands in `cpu.py`, what a mesh needs of a gradient in `scattered_gradient.py`,
+and the weights of decoding in `stored_weight.py`.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,14 @@ Weight = Float[Array, "..."] | StoredWeight
 
 
 def _result_spec(_, spec: str, x: Array, w: Array, *args, **kwargs) -> P:
-    """The result's axes are split as x's are, else as w's, each mesh axis once."""
+    """An axis of the result is split as it is in x, or else in w; each mesh axis is used once."""
     x_axes, w_axes, out = cpu.axes_of(spec)
     split = dict(zip(w_axes, jax.typeof(w).sharding.spec, strict=True))
-    split |= {axis: entry for axis, entry in zip(x_axes, jax.typeof(x).sharding.spec, strict=True) if entry}
-    entries, used = [], set()
+    for axis, entry in zip(x_axes, jax.typeof(x).sharding.spec, strict=True):
+        if entry:
+            split[axis] = entry
+    entries = []
+    used = set()
     for entry in map(split.get, out):
         names = {entry} if isinstance(entry, str) else set(entry or ())
         entries.append(None if names & used else entry)
@@ -40,16 +43,23 @@ def _result_spec(_, spec: str, x: Array, w: Array, *args, **kwargs) -> P:
 
 
 @auto_axes(_result_spec)
-def einsum(spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_dtype=None) -> Float[Array, "..."]:
-    """Product of x and w over the shared axes of `spec`, in x's precision, summed in float32; result in `dtype` (x's).
+def einsum(
+    spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_dtype=None
+) -> Float[Array, "..."]:
+    """jnp.einsum(spec, x, w), summed in float32 or better.
 
-    x and w are first cast to `operand_dtype` (x's own). Each gradient has the dtype of its operand: a bfloat16 activation
-    times a float32 parameter is a bfloat16 product with a float32 gradient. `spec` names every axis (no ellipsis), each in
-    at least two of the three. Under Explicit axes the result is split as the operands are. Products of 16 and 32 bits have
-    gradients of any order in reverse mode (jax.grad, jax.vjp, jax.jacrev). Forward mode (jax.jvp, jax.jacfwd, jax.hessian)
-    raises NotImplementedError: it needs float64.
+    x and w are first cast to `operand_dtype`; the result is cast to `dtype`. Both are the dtype of
+    x by default. Each gradient has the dtype of its operand: a bfloat16 activation times a float32
+    parameter is a bfloat16 product with a float32 gradient of the parameter. `spec` names every
+    axis (no ellipsis). An axis is in at least two of x, w and the result. Under Explicit axes the
+    result is split as the operands are.
+
+    Products of 16 and 32 bits have gradients of any order in reverse mode (jax.grad, jax.vjp,
+    jax.jacrev). Forward mode (jax.jvp, jax.jacfwd, jax.hessian) needs float64, and otherwise raises
+    NotImplementedError.
     """
-    dtype, narrow = dtype or x.dtype, jnp.dtype(operand_dtype or x.dtype)
+    dtype = dtype or x.dtype
+    narrow = jnp.dtype(operand_dtype or x.dtype)
     if isinstance(w, StoredWeight):
         return stored_product(spec, x.astype(narrow), w).astype(dtype)
     if narrow.itemsize > 4 and not scattered_axes(spec, x, w):
@@ -59,13 +69,15 @@ def einsum(spec: str, x: Float[Array, "..."], w: Weight, dtype=None, *, operand_
             y = _product(spec, narrow, dtype, (x.dtype, w.dtype), *alike(x, w))
     x_axes, w_axes, out = cpu.axes_of(spec)
     has_batch = any(axis in x_axes and axis in w_axes for axis in out)
-    # a policy of remat that keeps the product by this name keeps it in `dtype`, not the float32 sums that are rounded to it
+    # A policy of `jax.checkpoint` that keeps the product by this name keeps it in `dtype`, not as
+    # float32 sums before rounding.
     return y if has_batch else checkpoint_name(y, PRODUCT)
 
 
-# Autodiff would multiply a float32 cotangent by a bfloat16 operand, which on CPU is five times slower; leave the gradient of
-# a float32 weight in an order that XLA:CPU transposes on one thread, which costs a step a third; and on a mesh sum a whole
-# gradient everywhere.
+# The gradients are written by hand for three reasons. Autodiff would multiply a float32 cotangent
+# by a bfloat16 operand, which is five times slower on CPU. It would leave the gradient of a float32
+# weight in an order that XLA:CPU transposes on one thread, which costs a third of a step. On a mesh
+# it would sum the whole gradient on every device.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _product(spec, narrow, dtype, dtypes, x, w):
     return cpu.dot(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
@@ -82,17 +94,30 @@ def _backward(spec, narrow, dtype, dtypes, residuals, g):
 
 
 def einsum_gradients(
-    spec: str, x: Float[Array, "..."], w: Float[Array, "..."], g: Float[Array, "..."], dtypes: tuple[Any, Any]
+    spec: str,
+    x: Float[Array, "..."],
+    w: Float[Array, "..."],
+    g: Float[Array, "..."],
+    dtypes: tuple[Any, Any],
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The gradients of x and w, in these two dtypes, from the cotangent g of `einsum(spec, x, w)`; x and w have one dtype."""
+    """The gradients of x and w from the cotangent g of `einsum(spec, x, w)`, in these `dtypes`.
+
+    x and w have the same dtype.
+    """
     x_axes, w_axes, out = cpu.axes_of(spec)
     g = g.astype(x.dtype)
     batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)
-    # g may be the transpose of a product that was made batch first; folded together, they have no kernel on CPU
-    dx = cpu.dot(f"{out},{w_axes}->{x_axes}", g if out.startswith(batch) else cpu.barrier(g), w)
+    # g may be the transpose of a product whose batch axes came first. Folded together, they have no
+    # kernel on XLA:CPU.
+    g_behind_barrier = g if out.startswith(batch) else cpu.barrier(g)
+    dx = cpu.dot(f"{out},{w_axes}->{x_axes}", g_behind_barrier, w)
+    x_dtype, w_dtype = dtypes
     axes = scattered_axes(spec, x, w)
-    dw = scattered_gradient(spec, axes, dtypes[1], x, g) if axes else cpu.weight_gradient(f"{x_axes},{out}->{w_axes}", x, g)
-    return dx.astype(dtypes[0]), dw.astype(dtypes[1])
+    if axes:
+        dw = scattered_gradient(spec, axes, w_dtype, x, g)
+    else:
+        dw = cpu.weight_gradient(f"{x_axes},{out}->{w_axes}", x, g)
+    return dx.astype(x_dtype), dw.astype(w_dtype)
 
 
 _product.defvjp(_forward, _backward)
@@ -101,25 +126,29 @@ _product.defvjp(_forward, _backward)
 def in_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """x in float32 or better.
 
-    Several products may round it back to x's precision: then the gradients of x are added in float32, before they are
-    rounded. On a mesh that splits the weights their sum needs one all-reduce; rounded first, each needs its own.
+    Several products may read the result and round it back to the precision of x. Then the gradients
+    of x are added in float32 before they are rounded. On a mesh that splits the weights, their sum
+    needs one all-reduce. If each gradient were rounded first, each would need its own.
     """
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[Array, "..."]:
-    """x + bias over x's last axes, in x's precision (None: x); the bias's gradient is summed in float32 or better."""
+    """x + bias over the last axes of x, in the precision of x; x for None.
+
+    The gradient of the bias is summed in float32 or better.
+    """
     if bias is None:
         return x
-    # Broadcast before it is rounded: the other way round, autodiff would sum the cotangents of all tokens in bfloat16, which
-    # stops growing after some thousand of them.
+    # The bias is broadcast before it is rounded. In the other order autodiff would sum the
+    # cotangents of all tokens in bfloat16, and this sum stops growing after some thousand tokens.
     wide = jnp.broadcast_to(bias.astype(jnp.promote_types(x.dtype, jnp.float32)), x.shape)
     return x + wide.astype(x.dtype)
 
 
 @contextmanager
 def reverse_mode_alone(function: str) -> Iterator[None]:
-    """Says what to do where JAX refuses the forward mode of a function that has a backward pass of its own."""
+    """Replaces JAX's error for the forward mode of a `custom_vjp` by one that says what to do."""
     try:
         yield
     except TypeError as error:
@@ -127,4 +156,6 @@ def reverse_mode_alone(function: str) -> Iterator[None]:
             raise
         instead = "take jax.grad, jax.vjp or jax.jacrev, twice for a second derivative"
         wide = "float64 has it, with implementation='reference' for attention"
-        raise NotImplementedError(f"{function}: no forward mode (jax.jvp, jacfwd, hessian): {instead}; {wide}") from None
+        raise NotImplementedError(
+            f"{function}: no forward mode (jax.jvp, jacfwd, hessian): {instead}; {wide}"
+        ) from None

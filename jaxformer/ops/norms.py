@@ -12,20 +12,27 @@ from jaxformer.sharding import platform
 
 
 def layer_norm(
-    x: Float[Array, "*rest D"], scale: Float[Array, " D"] | None, bias: Float[Array, " D"] | None = None, eps: float = 1e-5
+    x: Float[Array, "*rest D"],
+    scale: Float[Array, " D"] | None,
+    bias: Float[Array, " D"] | None = None,
+    eps: float = 1e-5,
 ) -> Float[Array, "*rest D"]:
-    """(x - mean) / sqrt(var + eps) * scale + bias, with the biased variance. Ba et al. 2016, arXiv:1607.06450, eq. 4.
+    """(x - mean) / sqrt(var + eps) * scale + bias, with the biased variance.
 
-    Without a scale it is 1. Statistics are float32 or wider: the one-pass variance E[x^2] - E[x]^2 would lose all digits
-    where the mean is large.
+    Without a scale it is 1. Statistics are float32 or wider. The variance takes two passes: the
+    one-pass form E[x^2] - E[x]^2 would lose all digits if the mean is large. Ba et al. 2016,
+    arXiv:1607.06450, eq. 4.
     """
     return _computed_again(_layer_norm)(x, scale, bias, eps)
 
 
-def rms_norm(x: Float[Array, "*rest D"], scale: Float[Array, " D"] | None, eps: float = 1e-6) -> Float[Array, "*rest D"]:
-    """x / sqrt(mean(x^2) + eps) * scale. Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4. Statistics in float32.
+def rms_norm(
+    x: Float[Array, "*rest D"], scale: Float[Array, " D"] | None, eps: float = 1e-6
+) -> Float[Array, "*rest D"]:
+    """x / sqrt(mean(x^2) + eps) * scale.
 
-    Without a scale it is 1.
+    Without a scale it is 1. Statistics are float32 or wider. Zhang & Sennrich 2019,
+    arXiv:1910.07467, eq. 4.
     """
     return _computed_again(_rms_norm)(x, scale, eps)
 
@@ -52,9 +59,10 @@ def _rms_norm(x, scale, eps):
 
 
 def _computed_again(norm: Callable) -> Callable:
-    """The norm; on an accelerator its backward pass computes it again from x, which is kept anyway.
+    """The norm. On an accelerator its backward pass computes it again from x, which is kept anyway.
 
-    Autodiff keeps float32 arrays as large as x, which a scan writes to memory. A CPU takes longer to compute them again.
+    Autodiff would keep float32 arrays as large as x, which a scan writes to memory. A CPU takes
+    longer to compute them again than to read them.
     """
     return norm if platform() == "cpu" else jax.checkpoint(norm, prevent_cse=False)
 
@@ -64,5 +72,8 @@ def _as_vector(vector, like):
 
 
 def _unit_axes(x) -> tuple[int, ...]:
-    """The leading axes of size 1, as of a batch of one: with them XLA:CPU takes ten times as long for a scale's gradient."""
+    """The leading axes of size 1, such as a batch of one.
+
+    With such axes XLA:CPU takes ten times as long for the gradient of a scale.
+    """
     return tuple(i for i, n in enumerate(x.shape[:-1]) if n == 1)

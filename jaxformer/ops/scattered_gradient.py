@@ -1,4 +1,7 @@
-"""The gradient of a weight that `fsdp` splits: each device keeps its rows of the sum, and none sees the whole."""
+"""The gradient of a weight that `fsdp` splits: each device keeps its shard of the sum.
+
+No device has the whole gradient.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,32 +11,51 @@ from jax.sharding import PartitionSpec as P
 from jaxformer.ops import cpu
 from jaxformer.sharding import mesh_axes, psum, reduce_scatter
 
-_LOGICAL = {"b": "batch", "t": "length", "n": "heads", "f": "mlp", "v": "vocab"}  # of the letters that a mesh may split
+# the logical axis of each letter that a mesh may split
+_LOGICAL = {
+    "b": "batch",
+    "t": "length",
+    "n": "heads",
+    "f": "mlp",
+    "v": "vocab",
+}
 
 
 def scattered_axes(spec: str, x: Array, w: Array) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each axis of a product whose weight `[D, ...]` has a gradient that `fsdp` splits; else none."""
+    """The mesh axes of each letter of a product, if `fsdp` splits the gradient of its weight.
+
+    Otherwise it is empty. Such a weight has an axis d, and the product sums over no other axis of x
+    than those of w, b and t.
+    """
     x_axes, w_axes, _ = cpu.axes_of(spec)
     sizes = dict(zip(x_axes + w_axes, x.shape + w.shape, strict=True))
-    if "d" not in w_axes or "b" not in set(x_axes) - set(w_axes) or set(x_axes) - {*w_axes, "b", "t"}:
+    has_batch = "b" in x_axes and "b" not in w_axes
+    if "d" not in w_axes or not has_batch or set(x_axes) - {*w_axes, "b", "t"}:
         return {}
-    axes = {letter: mesh_axes(name, sizes[letter]) for letter, name in _LOGICAL.items() if letter in sizes}
+    axes = {
+        letter: mesh_axes(name, sizes[letter])
+        for letter, name in _LOGICAL.items()
+        if letter in sizes
+    }
+    if "fsdp" not in axes["b"] or "stage" in axes["b"]:
+        return {}
     mesh = jax.sharding.get_abstract_mesh()
-    divides = "fsdp" in axes["b"] and "stage" not in axes["b"] and sizes["d"] % mesh.shape["fsdp"] == 0
-    return axes if divides else {}
+    return axes if sizes["d"] % mesh.shape["fsdp"] == 0 else {}
 
 
 def scattered_gradient(spec: str, axes: dict[str, tuple[str, ...]], dtype, x, g):
-    """The gradient of a weight, summed over devices in `dtype`. Each device of `fsdp` keeps its part of the axis `d`.
+    """The gradient of a weight, summed over devices in `dtype`.
 
-    Left to itself, the partitioner sums the whole gradient on every device first, which moves twice as much.
+    Each device along `fsdp` keeps its shard of the axis d. The partitioner of XLA would first sum
+    the whole gradient on every device, which moves twice as much data.
     """
     x_axes, w_axes, out = cpu.axes_of(spec)
     order = "".join(sorted(w_axes, key=lambda axis: axis != "d"))  # TPUs scatter a leading axis
     others = [name for letter in "bt" for name in axes.get(letter, ()) if name != "fsdp"]
 
     def on_each(x, g):
-        gradient = reduce_scatter(cpu.weight_gradient(f"{x_axes},{out}->{order}", x, g).astype(dtype), "fsdp")
+        gradient = cpu.weight_gradient(f"{x_axes},{out}->{order}", x, g).astype(dtype)
+        gradient = reduce_scatter(gradient, "fsdp")
         return psum(gradient, others) if others else gradient
 
     def split(letters):

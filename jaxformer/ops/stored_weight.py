@@ -1,4 +1,7 @@
-"""Weights as decoding reads them: in the order of a product, or in 8 bits with a scale for each output channel."""
+"""Weights as decoding reads them: transposed for the product, or in 8 bits.
+
+8-bit weights have a scale for each output channel.
+"""
 
 import math
 from typing import Any
@@ -11,14 +14,17 @@ from jaxtyping import Float, Int, Int8
 
 from jaxformer.ops import cpu
 
-FEW_ROWS = 128  # up to here XLA:CPU is faster with int8 operands than with a weight that it first makes float32
+# For at most this many rows of x, XLA:CPU is faster with int8 operands than with a weight that it
+# first converts to float32.
+FEW_ROWS = 128
 
 
 @struct.dataclass
 class StoredWeight:
-    """A weight as decoding reads it: its `transpose(order)`, whose last axes are those that products sum over.
+    """A weight as decoding reads it: `values` are its `transpose(order)`.
 
-    Of int8 `values` the weight is values * scale, with a scale for each output channel (the axes that are not summed over).
+    The last axes of `values` are those that products sum over. For int8 `values` the weight is
+    values * scale, with a scale for each output channel (the axes that are not summed over).
     """
 
     values: Any
@@ -28,42 +34,63 @@ class StoredWeight:
     ndim = property(lambda self: len(self.order))
 
     def look_up(self, index: Int[Array, "..."], dtype) -> Float[Array, "... D"]:
-        """Rows of a table [V, D], which a look-up reads; NaN outside it."""
-        index = jnp.where(index < 0, len(self.values), index)  # jnp.take would count negative ones from the end
+        """table[index], if the weight is a table `[V, D]`; NaN for an index outside of it."""
+        # jnp.take would count negative indices from the end
+        index = jnp.where(index < 0, len(self.values), index)
         embeddings = jnp.take(self.values, index, axis=0).astype(dtype)
-        return embeddings if self.scale is None else embeddings * jnp.take(self.scale, index)[..., None].astype(dtype)
+        if self.scale is None:
+            return embeddings
+        return embeddings * jnp.take(self.scale, index)[..., None].astype(dtype)
 
 
-def to_int8(x: Float[Array, "..."], axes: tuple[int, ...]) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
-    """x as values * scale: values in 8 bits, and max |x| / 127 over these axes, which stay with size 1, in float32."""
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32), 1e-30) / 127
+def to_int8(
+    x: Float[Array, "..."], axes: tuple[int, ...]
+) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
+    """x as values * scale, with values in 8 bits.
+
+    scale = max |x| / 127 over `axes`, which stay with size 1, in float32.
+    """
+    largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32)
+    scale = jnp.maximum(largest, 1e-30) / 127
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
 def int8_weight(w: Float[Array, "..."], order: tuple[int, ...], summed: int) -> StoredWeight:
-    """w in 8 bits, with a scale max |w| / 127 for each output channel; the last `summed` axes of `order` are summed over."""
+    """w in 8 bits, with a scale max |w| / 127 for each output channel.
+
+    Products sum over the last `summed` axes of `order`.
+    """
     axes = tuple(range(w.ndim - summed, w.ndim))
     values, scale = to_int8(w.transpose(order), axes)
     return StoredWeight(values, order, scale.squeeze(axes))
 
 
 def stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
-    """x times a weight of decoding. Where x has few rows, the time is that of reading the weight."""
+    """x times a stored weight. If x has few rows, this takes the time of reading the weight."""
     x_axes, w_axes, out = cpu.axes_of(spec)
     summed = [axis for axis in w_axes if axis not in out]
-    rows, columns = (
-        tuple(n for n, axis in zip(shape, axes, strict=True) if axis not in summed)
-        for shape, axes in ((x.shape, x_axes), (w.values.shape, [w_axes[i] for i in w.order]))
-    )
-    values = w.values.reshape(math.prod(columns), -1)
-    x = x.reshape(math.prod(rows), values.shape[1])
+    values_axes = [w_axes[i] for i in w.order]
+    x_shape = _shape_without(summed, x_axes, x.shape)
+    w_shape = _shape_without(summed, values_axes, w.values.shape)
+    values = w.values.reshape(math.prod(w_shape), -1)
+    x = x.reshape(math.prod(x_shape), values.shape[1])
     if w.scale is None:
         y = cpu.lines_product(x, values.astype(x.dtype))
     else:
+        on_cpu = cpu.int8_product if len(x) <= FEW_ROWS else _converted_product
+        y = jax.lax.platform_dependent(x, values, cpu=on_cpu, default=_converted_product)
+        y = y * w.scale.reshape(1, -1)
+    return y.reshape(*x_shape, *w_shape)
 
-        def wide(x, values):
-            return cpu.lines_product(x, cpu.barrier(values.astype(x.dtype)))  # XLA:CPU would convert in a slow loop
 
-        on_cpu = cpu.int8_product if len(x) <= FEW_ROWS else wide
-        y = jax.lax.platform_dependent(x, values, cpu=on_cpu, default=wide) * w.scale.reshape(1, -1)
-    return y.reshape(*rows, *columns)
+def _shape_without(summed, axes, shape: tuple[int, ...]) -> list[int]:
+    """The sizes of the axes that are not summed over."""
+    return [size for size, axis in zip(shape, axes, strict=True) if axis not in summed]
+
+
+def _converted_product(x: Array, values: Array) -> Array:
+    """x times int8 values that are converted to the dtype of x.
+
+    Without the barrier XLA:CPU would convert them in a slow loop.
+    """
+    return cpu.lines_product(x, cpu.barrier(values.astype(x.dtype)))

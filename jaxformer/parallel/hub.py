@@ -1,18 +1,23 @@
-"""What process 0 knows about the common work of all processes: who has come to it, who has not, and for how long.
+"""The state of process 0 about the common work of all: who has come, who is missing, for how long.
 
-A call is a place that several processes come to, each with a value: an exchange of values, or a wait until all are there. Here
-are neither sockets nor clocks: `Peers` hands over the messages and the time, and sends the answers.
+A call is a meeting point of several processes, each with a value: an exchange of values, or a wait
+until all are there. This file has neither sockets nor clocks. `Peers` passes in the messages and
+the time, and sends the answers.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-Replies = list[tuple[int, dict[str, Any]]]  # (to which process, message)
+Replies = list[tuple[int, dict[str, Any]]]  # (index of the receiving process, message)
 
 
 @dataclass
 class Call:
-    """`what` it is for, as a person says it; after `limit` seconds without any progress the run ends (None: never)."""
+    """A call that some members have not come to yet.
+
+    `what` is its purpose in words. The run ends after `limit` seconds without progress (None:
+    never).
+    """
 
     what: str
     members: list[int]
@@ -25,18 +30,25 @@ class Call:
 
 
 class Hub:
-    """`receive` takes a message of a process and returns the answers to it; `late` is asked again and again."""
+    """`receive` takes a message of a process and returns the replies. Each beat calls `late`."""
 
     def __init__(self, names: list[str]):
         self.names = names
         self.calls: dict[str, Call] = {}
-        self.places: dict[int, tuple[int, str]] = {}  # process -> (how often it went on, where it is)
+        # process -> (how often it reported progress, where it is)
+        self.places: dict[int, tuple[int, str]] = {}
         self._counted: dict[int, int] = {}
         self._stopping: int | None = None
 
     def receive(self, index: int, message: dict[str, Any]) -> Replies:
         match message:
-            case {"call": str(key), "what": str(what), "value": value, "members": list(members), "limit": limit}:
+            case {
+                "call": str(key),
+                "what": str(what),
+                "value": value,
+                "members": list(members),
+                "limit": limit,
+            }:
                 return self._come(index, key, value, Call(what, members, limit))
             case {"abandon": int(), "text": str()}:
                 return self._to_all(message)
@@ -49,11 +61,13 @@ class Hub:
             case {"counted": int(step)}:
                 self._counted[index] = step
                 if len(self._counted) == len(self.names):
-                    return self._to_all({"stop_after": max(self._counted.values()) + 1, "signal": self._stopping})
+                    return self._to_all(
+                        {"stop_after": max(self._counted.values()) + 1, "signal": self._stopping}
+                    )
         return []
 
     def late(self, seconds: float) -> str | None:
-        """`seconds` passed: who keeps the others waiting for longer than the limit of a call. None: nobody."""
+        """Adds `seconds` to all waits; a message with the missing if a call is over its limit."""
         for call in self.calls.values():
             call.waited += seconds
             if call.limit is not None and call.waited > call.limit:
@@ -62,8 +76,12 @@ class Hub:
         return None
 
     def where(self) -> str:
-        """Where all processes are, as far as they said."""
-        places = [f"process {index} at {place}" for index, (_, place) in sorted(self.places.items()) if place]
+        """The place that each process last reported, in words."""
+        places = [
+            f"process {index} at {place}"
+            for index, (_, place) in sorted(self.places.items())
+            if place
+        ]
         more = f", and {len(places) - 8} more" if len(places) > 8 else ""
         return f" ({', '.join(places[:8])}{more})" if places else ""
 
@@ -74,7 +92,10 @@ class Hub:
         call = self.calls.setdefault(key, new)
         if call.what != new.what:
             here = ", ".join(self.names[other] for other in call.values)
-            text = f"{self.names[index]} came to {new.what}, but {here} to {call.what}: they do not do the same work"
+            text = (
+                f"{self.names[index]} came to {new.what}, but {here} to {call.what}: "
+                "they do not do the same work"
+            )
             return self._to_all({"end": 1, "text": text})
         call.values[index], call.waited = value, 0.0
         if call.missing():
@@ -84,7 +105,7 @@ class Hub:
         return [(member, answer) for member in call.members]
 
     def _move(self, index: int, moves: int, place: str) -> None:
-        """A process that goes on is not late: those who wait for it begin to count again."""
+        """Notes a report of a process. If it made progress, the waits for it start again at 0."""
         if self.places.get(index, (None, ""))[0] != moves:
             for call in self.calls.values():
                 if index in call.missing():
@@ -93,10 +114,14 @@ class Hub:
 
 
 class Silence:
-    """Counts the beats of this process since it heard each of the others. What this process slept through does not count."""
+    """Counts the beats of this process since it heard each of the others.
 
-    def __init__(self, others: list[int], most: int):
-        self._beats, self.most = dict.fromkeys(others, 0), most
+    Time during which this process itself slept has no beats and does not count.
+    """
+
+    def __init__(self, others: list[int], limit: int):
+        self.limit = limit  # beats
+        self._beats = dict.fromkeys(others, 0)
 
     def heard(self, index: int) -> None:
         if index in self._beats:
@@ -106,7 +131,7 @@ class Silence:
         self._beats.pop(index, None)
 
     def beat(self) -> int | None:
-        """A beat passed: who was silent for more than `most` beats. None: nobody."""
+        """Counts a beat; the index of a process that was silent for over `limit` beats, or None."""
         for index in self._beats:
             self._beats[index] += 1
-        return next((index for index, beats in self._beats.items() if beats > self.most), None)
+        return next((index for index, beats in self._beats.items() if beats > self.limit), None)

@@ -1,7 +1,8 @@
-"""JSON messages over one socket, one in a line: nothing is unpickled. Neither sending nor receiving waits for the other end.
+"""JSON messages over one socket, one on each line; no pickle. No call waits for the other end.
 
-A message may arrive in parts, and the network may be cut between two of them. A thread that waited for the rest would judge
-nothing any more. So a link keeps what the socket does not take yet, and what is not a whole message yet.
+A message may arrive in parts, and the network may be cut between two of them. A thread that waited
+for the rest could watch nothing else. So a link buffers bytes that the socket does not take yet,
+and bytes that are not yet a complete message.
 """
 
 import contextlib
@@ -12,16 +13,19 @@ import time
 from collections import deque
 from typing import Any
 
-LARGEST = 1 << 28  # bytes of a message: whoever sends more is another program
+LARGEST = 1 << 28  # bytes of a message; only another program sends more
 PIECE = 1 << 18  # bytes handed to the socket at a time
 
 
 class Link:
-    """One end of a connection. `inbox` has the messages that have arrived; `open` is False once the other end is gone."""
+    """One end of a connection.
+
+    `inbox` has the messages that have arrived. `open` becomes False when the other end is gone.
+    """
 
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # a pair of sockets of this machine has no such option
+        with contextlib.suppress(OSError):  # a socket pair within this machine has no such option
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self.inbox, self.open = connection, deque[dict[str, Any]](), True
         self._received, self._unsent = bytearray(), bytearray()
@@ -32,7 +36,7 @@ class Link:
         return self.socket.fileno()
 
     def put(self, **message: Any) -> None:
-        """Sends a message, or as much of it as the socket takes now: `flush` sends the rest."""
+        """Sends as much of a message as the socket takes now; `flush` sends the rest."""
         self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
@@ -46,7 +50,7 @@ class Link:
             self._unsent.clear()
 
     def pull(self) -> None:
-        """Takes what has arrived."""
+        """Reads all that has arrived into `inbox`."""
         try:
             while data := self.socket.recv(PIECE):
                 self._received += data
@@ -76,7 +80,7 @@ class Link:
             self.inbox.append(message)
 
     def receive(self, timeout: float) -> dict[str, Any] | None:
-        """The next message. None if the other end is gone, or if no whole message comes within `timeout` seconds."""
+        """The next message; None if the other end is gone or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.inbox and self.open:
             left = deadline - time.monotonic()

@@ -1,6 +1,7 @@
-"""The meeting of the processes of a run, before JAX is started: each connects to process 0, on the coordinator's port.
+"""The processes of a run meet before JAX starts: each connects to process 0.
 
-Who does not come is named, and so is who has another number of processes or would compute other numbers.
+Process 0 listens on the coordinator's port. An error names each process that does not come, expects
+another number of processes, or would compute other numbers.
 """
 
 import contextlib
@@ -19,19 +20,26 @@ T = TypeVar("T")
 
 
 class MissingProcess(RuntimeError):
-    """Some processes of the run never came. The message names them. Exit code LOST."""
+    """Some processes of the run never came; the message names them. Exit code LOST."""
 
 
 def meet(
-    coordinator: str, count: int, index: int, limit: float, numerics: Mapping[str, str] | None = None,
+    coordinator: str,
+    count: int,
+    index: int,
+    limit: float,
+    numerics: Mapping[str, str] | None = None,
     silence: float | None = None,
-) -> Peers:  # fmt: skip
-    """Waits until all processes are connected. If some do not come, the others raise MissingProcess or ConfigError.
+) -> Peers:
+    """Waits until all processes are connected.
 
-    `numerics`: what decides the numbers that a process computes. ConfigError where one has others than process 0.
+    `numerics` are the versions, options and code that decide the numbers of a process. Raises
+    MissingProcess if some processes do not come within `limit` seconds, and ConfigError if a
+    process has another number of processes or other numerics than process 0.
     """
     host, _, port = coordinator.rpartition(":")
-    name, deadline = f"process {index} (pid {os.getpid()} on {socket.gethostname()})", time.monotonic() + limit
+    deadline = time.monotonic() + limit
+    name = f"process {index} (pid {os.getpid()} on {socket.gethostname()})"
     mine = {"index": index, "count": count, "name": name, "numerics": dict(numerics or {})}
     if index == 0:
         return _welcome(int(port), mine, limit, deadline, silence)
@@ -39,7 +47,7 @@ def meet(
     def join() -> tuple[Link, dict]:
         link = Link(socket.create_connection((host.strip("[]"), int(port)), timeout=5))
         link.put(**mine)
-        # process 0 knows who is missing, and reports it at its own limit: wait longer than it does
+        # process 0 knows who is missing and reports it at its own limit, so wait longer than that
         answer = link.receive(timeout=max(deadline - time.monotonic(), 0.0) + 10)
         if answer is None:
             link.close()
@@ -49,7 +57,9 @@ def meet(
     try:
         link, answer = _retry(join, deadline)
     except OSError:
-        raise MissingProcess(f"process 0 never came within {limit:g} s: nobody answers at {coordinator}") from None
+        raise MissingProcess(
+            f"process 0 never came within {limit:g} s: nobody answers at {coordinator}"
+        ) from None
     match answer:
         case {"names": list(names)}:
             return Peers(index, names, {0: link}, silence)
@@ -60,45 +70,35 @@ def meet(
     raise ConfigError(f"{coordinator}: another program answers there; give process 0's address")
 
 
-def _welcome(port: int, mine: dict[str, Any], limit: float, deadline: float, silence: float | None) -> Peers:
+def _welcome(
+    port: int, mine: dict[str, Any], limit: float, deadline: float, silence: float | None
+) -> Peers:
     """Process 0 accepts a connection from each of the others."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-
-    def listen():
-        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
-
-    try:
-        listener = _retry(listen, deadline)  # process 0 of an earlier run may still have the port
-    except OSError as error:
-        problem = f"port {port}: process 0 cannot listen there ({error.strerror})"
-        raise ConfigError(f"{problem}; if this is no second process 0 of the run, give another port") from None
-    names, links, count = {0: mine["name"]}, dict[int, Link](), mine["count"]
-
-    def present():
-        return ", ".join(names[index] for index in (0, *sorted(links)))
-
-    with listener:
+    names = {0: mine["name"]}
+    links: dict[int, Link] = {}
+    count = mine["count"]
+    with _listen(port, deadline) as listener:
         while len(links) + 1 < count:
             listener.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
                 link = Link(listener.accept()[0])
             except TimeoutError:
                 missing = _processes({*range(1, count)} - set(links))
-                text = f"{missing} never came within {limit:g} s; here are {present()}"
+                text = f"{missing} never came within {limit:g} s; here are {_present(names, links)}"
                 _refuse(MissingProcess(text), links.values())
             match link.receive(timeout=5.0):
-                case {"index": int(index), "count": int(their_count), "name": str(their_name), "numerics": dict(theirs)}:
+                case {
+                    "index": int(index),
+                    "count": int(),
+                    "name": str(name),
+                    "numerics": dict(),
+                } as theirs:
                     if index in links and _has_ended(links[index]):
                         links.pop(index).close()  # it died and was started again
-                    if their_count != count or not 0 < index < count or index in links:
-                        text = f"{their_name}, of {their_count}, came to a run of {count} that has {present()}"
-                        error = ConfigError(f"{text}; give each its own index and all one count")
-                        _refuse(error, [*links.values(), link])
-                    if different := differences(mine["numerics"], theirs):
-                        text = f"{their_name} would compute other numbers than {mine['name']}: {different}"
-                        _refuse(ConfigError(f"{text}; give all processes the same"), [*links.values(), link])
-                    names[index], links[index] = their_name, link
+                    if problem := _problem(mine, theirs, names, links):
+                        _refuse(ConfigError(problem), [*links.values(), link])
+                    names[index] = name
+                    links[index] = link
                 case _:
                     link.close()  # another program
     ordered = [names[i] for i in range(count)]
@@ -107,16 +107,58 @@ def _welcome(port: int, mine: dict[str, Any], limit: float, deadline: float, sil
     return Peers(0, ordered, links, silence)
 
 
+def _listen(port: int, deadline: float) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+
+    def listen():
+        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+
+    try:
+        return _retry(listen, deadline)  # process 0 of an earlier run may still have the port
+    except OSError as error:
+        problem = f"port {port}: process 0 cannot listen there ({error.strerror})"
+        raise ConfigError(
+            f"{problem}; if this is no second process 0 of the run, give another port"
+        ) from None
+
+
+def _problem(
+    mine: dict[str, Any], theirs: dict[str, Any], names: dict[int, str], links: dict[int, Link]
+) -> str | None:
+    """Why a process that comes cannot be a part of this run; None if it can."""
+    index, count = theirs["index"], mine["count"]
+    if theirs["count"] != count or not 0 < index < count or index in links:
+        return (
+            f"{theirs['name']}, of {theirs['count']}, came to a run of {count} that "
+            f"has {_present(names, links)}; give each its own index and all one count"
+        )
+    if different := differences(mine["numerics"], theirs["numerics"]):
+        return (
+            f"{theirs['name']} would compute other numbers than {mine['name']}: {different}; "
+            "give all processes the same"
+        )
+    return None
+
+
+def _present(names: dict[int, str], links: dict[int, Link]) -> str:
+    """The names of the processes that are connected."""
+    return ", ".join(names[index] for index in (0, *sorted(links)))
+
+
 def _has_ended(link: Link) -> bool:
     link.pull()
     return not link.open
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """What differs between process 0 and another one, by name."""
+    """The differences between process 0 and another one, in words; "" if there are none."""
     names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
-    told = [f"{name} is {there.get(name) or 'not set'}, in process 0 {here.get(name) or 'not set'}" for name in names]
-    return "; ".join(told)
+    texts = [
+        f"{name} is {there.get(name) or 'not set'}, in process 0 {here.get(name) or 'not set'}"
+        for name in names
+    ]
+    return "; ".join(texts)
 
 
 def _refuse(error: Exception, links: Collection[Link]) -> NoReturn:
@@ -128,10 +170,10 @@ def _refuse(error: Exception, links: Collection[Link]) -> NoReturn:
 
 
 def relay(coordinator: str, limit: float, closed: Callable[[], Any] = lambda: None) -> str:
-    """The address of a port of this process, which leads to the coordinator and stays open when that is gone.
+    """The address of a port of this process that forwards to the coordinator and never closes.
 
-    JAX aborts a process, with a C++ stack and no name, at the moment when its connection to process 0 closes. `closed` is
-    called then instead.
+    JAX aborts a process, with a C++ stack and without a name, when its connection to process 0
+    closes. Through this port the connection stays open, and `closed` is called instead.
     """
     host, _, port = coordinator.rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
@@ -145,7 +187,10 @@ def relay(coordinator: str, limit: float, closed: Callable[[], Any] = lambda: No
     def serve() -> None:
         while True:
             near, _ = listener.accept()
-            far = _retry(lambda: socket.create_connection((host.strip("[]"), int(port))), time.monotonic() + limit)
+            far = _retry(
+                lambda: socket.create_connection((host.strip("[]"), int(port))),
+                time.monotonic() + limit,
+            )
             _keep_alive(far)
             for work in ((near, far, lambda: None), (far, near, closed)):
                 threading.Thread(target=copy, args=work, name="relay", daemon=True).start()
@@ -155,9 +200,13 @@ def relay(coordinator: str, limit: float, closed: Callable[[], Any] = lambda: No
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """The kernel asks whether the other end is still there: after a cut it may have forgotten this connection."""
+    """Lets the kernel probe the other end, which may have forgotten the connection after a cut."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in (("TCP_KEEPIDLE", BEAT), ("TCP_KEEPINTVL", BEAT), ("TCP_KEEPCNT", SILENCE / BEAT)):
+    for name, seconds in (
+        ("TCP_KEEPIDLE", BEAT),
+        ("TCP_KEEPINTVL", BEAT),
+        ("TCP_KEEPCNT", SILENCE / BEAT),
+    ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(seconds))
 

@@ -1,13 +1,16 @@
-"""Connections between the processes of a run. When one process ends, all end and name it; nobody waits without a limit.
+"""Connections between the processes of a run. When one process ends, all end and name it.
 
-JAX's own service does not do that (jax 0.10.2). After a death the others abort with a C++ stack. A process that never comes is
-not named. After an exception in one process the others wait for ever. So each process connects to process 0, on the
-coordinator's port, before JAX uses the port. The kernel closes a dead process's connections at once. It leaves those of a
-stopped process or of a cut network open, so each process sends a sign of life every BEAT seconds, and each one ends if it has
-not heard the other end for SILENCE seconds, whichever direction is cut.
+JAX's own service does not do that (jax 0.10.2). After a death the others abort with a C++ stack. A
+process that never comes is not named. After an exception in one process the others wait for ever.
 
-What the processes do together goes over the same connections: values exchanged, waits for all, the step after which a signal
-stops the run. One thread of each process reads and writes; it never waits for another process.
+So each process connects to process 0, on the coordinator's port, before JAX uses the port. The
+kernel closes a dead process's connections at once. It leaves the connections of a stopped process
+or of a cut network open. So each process sends a sign of life every BEAT seconds. A process ends if
+it hears nothing from the other end for SILENCE seconds, whichever direction is cut.
+
+The common work of the processes uses the same connections: exchanges of values, waits for all, the
+step after which a signal stops the run. One thread of each process reads and writes them. It never
+waits for another process. Nobody waits without a limit.
 """
 
 import contextlib
@@ -29,28 +32,34 @@ from typing import Any, NoReturn, TypeVar
 from jaxformer.parallel.hub import Hub, Silence
 from jaxformer.parallel.link import Link
 
-LOST, STUCK = 4, 5  # exit codes: a process died, never came, or cannot be reached; a step did not end
-BEAT = 3.0  # seconds between two signs of life: a thread sends them, which a call that keeps Python's lock holds back
-SILENCE = 30.0  # seconds without one until a process counts as lost; JAX waits ten times as long, so that this comes first
-SERVICE = -1  # the coordination service of JAX, beside the processes that are heard or silent
+# exit codes. LOST: a process died, never came, or cannot be reached. STUCK: a step did not end.
+LOST, STUCK = 4, 5
+# Seconds between two signs of life. A thread sends them; a call that holds Python's lock delays it.
+BEAT = 3.0
+# Seconds without a sign until a process counts as lost. JAX waits ten times as long, so that this
+# limit comes first.
+SILENCE = 30.0
+SERVICE = -1  # the index of JAX's coordination service, which is watched like a process
 T = TypeVar("T")
 
 
 class Abandoned(RuntimeError):
-    """Another process failed in a work that all do together. The message names it, and its reason."""
+    """Another process failed in a common work. The message names the process and the reason."""
 
 
 class Peers:
-    """The links of one process: process 0 is linked to each of the others, and they only to it."""
+    """The links of one process. Process 0 has a link to each of the others; they have one to it."""
 
-    def __init__(self, index: int, names: list[str], links: dict[int, Link], silence: float | None = None):
+    def __init__(
+        self, index: int, names: list[str], links: dict[int, Link], silence: float | None = None
+    ):
         self.index, self.names, self.links = index, names, links
         self.silence = SILENCE if silence is None else silence
         self._beat = min(BEAT, self.silence / 10)
-        self._hub = Hub(names)  # that of process 0 is at work
+        self._hub = Hub(names)  # only process 0 uses it
         self._silence = Silence(list(links), round(self.silence / self._beat))
         self._working = set(links)  # processes that have not come to the end
-        self._orders: deque[dict[str, Any]] = deque()  # what this process tells its own thread
+        self._orders: deque[dict[str, Any]] = deque()  # messages of this process to its own thread
         self._served = False  # whether JAX's service has answered since the last beat
         self._place, self._moves = "", 0
         self._changed = threading.Condition()
@@ -65,7 +74,7 @@ class Peers:
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
 
-    # ---- what the program calls, from any thread
+    # ---- called by the program, from any thread
 
     def fail(self, code: int, text: str) -> NoReturn:
         """Ends all processes. Each prints one line that names this process as the cause."""
@@ -74,16 +83,22 @@ class Peers:
             time.sleep(60)  # the thread ends the process
 
     def call(
-        self, key: str, what: str, value: Any = None, members: list[int] | None = None, limit: float | None = None,
+        self,
+        key: str,
+        what: str,
+        value: Any = None,
+        members: list[int] | None = None,
+        limit: float | None = None,
         work: int = -1,
-    ) -> list[Any]:  # fmt: skip
-        """The values (JSON) of all members, in order, once they all have come to this call of the same key.
+    ) -> list[Any]:
+        """The values (JSON) of all members, in order, once all have called it with this key.
 
-        `limit`: seconds without progress of those who are missing, after which the run ends and names them. Raises Abandoned
-        where one of the processes has given up this `work`.
+        `limit`: if the missing processes make no progress for `limit` seconds, the run ends and
+        names them. Raises Abandoned if a process has abandoned this `work`.
         """
         members = list(range(len(self.names))) if members is None else members
-        value = json.loads(json.dumps(value))  # here, where a value that is no JSON is somebody's error
+        # a value that JSON cannot hold raises here, in the thread that gave it
+        value = json.loads(json.dumps(value))
         self._order(call=key, what=what, value=value, members=members, limit=limit)
         with self._changed:
             self._changed.wait_for(lambda: key in self._answers or work in self._abandoned)
@@ -92,11 +107,11 @@ class Peers:
             raise Abandoned(self._abandoned[work])
 
     def abandon(self, work: int, text: str) -> None:
-        """Tells all that this process failed in a work that all do together: nobody waits for it there."""
+        """Tells all processes that this one failed in a common work, so that none waits for it."""
         self._order(abandon=work, text=f"{self.names[self.index]}: {text}")
 
     def report_place(self, place: str) -> None:
-        """Says where this process is, and that it goes on."""
+        """Says where this process is, and that it makes progress."""
         self._place, self._moves = place, self._moves + 1
 
     def leave(self, limit: float | None = None) -> None:
@@ -104,29 +119,33 @@ class Peers:
         self.call("the end", "the end of the run", limit=limit)
 
     def after(self, step: int) -> int:
-        """The signal that stops the run after `step` steps, on all processes after the same one; 0 for none.
+        """The signal that stops the run after `step` steps; 0: none. All stop after the same step.
 
-        Once one process has a signal, the thread of each says how many steps its process has done. Until the last of them is
-        known, no process begins another one.
+        After one process gets a signal, the thread of each process reports how many steps its
+        process has done. No process begins another step until all have reported.
         """
         with self._changed:
             self._done = step
             self._changed.wait_for(lambda: not self._counting or self._stop_after is not None)
-            return signal.SIGTERM if self._stop_after is not None and step >= self._stop_after else 0
+            return (
+                signal.SIGTERM if self._stop_after is not None and step >= self._stop_after else 0
+            )
 
     def guard(self) -> None:
-        """This process belongs to the run: SIGTERM stops the run, and a process that is frozen ends.
+        """From now on SIGTERM stops the run, and this process ends if it is frozen.
 
-        The thread hears of a signal at once, even while Python's main thread waits for a device. A call that keeps Python's
-        lock for ever stops this thread too: then a thread of C ends the process.
+        The thread learns of a signal at once, even while Python's main thread waits for a device. A
+        call that holds Python's lock for ever stops this thread, too. Then a C thread ends the
+        process.
         """
         self._guarded = True
-        with contextlib.suppress(ValueError):  # not the main thread: somebody else's program, somebody else's signals
+        # ValueError: not the main thread. Then signals belong to the program that called us.
+        with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, lambda *_: None)
             signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
 
     def watch_service(self, answers: Callable[[], bool]) -> None:
-        """Ends the run where JAX's service in process 0 does not answer for SILENCE seconds: the connection to it is dead."""
+        """Ends the run if JAX's service in process 0 does not answer for SILENCE seconds."""
 
         def probe() -> None:
             while True:
@@ -137,13 +156,16 @@ class Peers:
         threading.Thread(target=probe, name="probe", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the thread and its links: nobody is watched any more. Call it after the end of the run."""
+        """Ends the thread and closes the links. Call it after the end of the run."""
         self._working.clear()
         self._order(close=True)
         self._thread.join(timeout=10)
 
     def lost_service(self) -> None:
-        """The connection to JAX's service closed. Where process 0 died, its own link says so first."""
+        """Ends the run because the connection to JAX's service closed.
+
+        It waits first: if process 0 died, the closed link to it gives the better reason.
+        """
         time.sleep(max(self._beat, BEAT))
         if self._working:
             self._order(end=LOST, text=self._no_service())
@@ -152,13 +174,16 @@ class Peers:
 
     def _order(self, **message: Any) -> None:
         self._orders.append(message)
-        with contextlib.suppress(OSError):  # full of earlier ones: the thread will see this one as well
+        # OSError: the socket is full of earlier wake-ups, and the thread will see this order as
+        # well
+        with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
     def _watch(self) -> None:
         try:
             self._serve()
-        except BaseException:  # without this thread the process would be silent, and nobody would end it
+        # without this thread the process would send no sign of life, and nobody would end it
+        except BaseException:
             traceback.print_exc()
             os._exit(1)
 
@@ -166,7 +191,7 @@ class Peers:
         self._selector, due = selectors.DefaultSelector(), 0.0
         for index, link in self.links.items():
             self._selector.register(link, selectors.EVENT_READ, index)
-            self._read(index, link)  # what came with the answer of the meeting
+            self._read(index, link)  # messages that came with the answer of the meeting
         self._selector.register(self._wakes, selectors.EVENT_READ, self.index)
         while not self._closed:
             for key, event in self._selector.select(max(due - time.monotonic(), 0.0)):
@@ -185,7 +210,9 @@ class Peers:
                 self._tick()
             for index, link in self.links.items():
                 if link.open:
-                    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.has_unsent else 0)
+                    wanted = selectors.EVENT_READ | (
+                        selectors.EVENT_WRITE if link.has_unsent else 0
+                    )
                     self._selector.modify(link, wanted, index)
         if self._guarded:
             faulthandler.cancel_dump_traceback_later()
@@ -210,11 +237,17 @@ class Peers:
             return
         if silent == SERVICE:
             self._stop(LOST, self._no_service())
-        text = f"{self.names[silent]} is silent for {self.silence:g} s: it was stopped, or the network to it is cut"
+        text = (
+            f"{self.names[silent]} is silent for {self.silence:g} s: "
+            "it was stopped, or the network to it is cut"
+        )
         self._stop(LOST, text)
 
     def _no_service(self) -> str:
-        return f"{self.names[self.index]}: the connection to the coordination service of {self.names[0]} is lost"
+        return (
+            f"{self.names[self.index]}: the connection to the coordination service of "
+            f"{self.names[0]} is lost"
+        )
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -228,7 +261,7 @@ class Peers:
             case {"close": True}:
                 self._closed = True
             case {"watch": index}:
-                self._silence = Silence([*self.links, index], self._silence.most)
+                self._silence = Silence([*self.links, index], self._silence.limit)
             case _:
                 self._to_hub(order)
 
@@ -239,9 +272,10 @@ class Peers:
             self.links[0].put(**message)
 
     def _answer(self, index: int, message: dict[str, Any]) -> None:
-        """In process 0: what follows from a message of a process."""
+        """In process 0: sends the replies to a message of process `index`."""
         replies = self._hub.receive(index, message)
-        for to, reply in sorted(replies, key=lambda reply: reply[0] == 0):  # itself last: it may end then
+        # the reply to itself comes last, because it may end this process
+        for to, reply in sorted(replies, key=lambda reply: reply[0] == 0):
             if to == 0:
                 self._take(reply)
             else:
@@ -262,7 +296,7 @@ class Peers:
                 self._stop(LOST, f"{self.names[index]} is gone")
 
     def _take(self, message: dict[str, Any]) -> None:
-        """What process 0 says to a process, itself among them."""
+        """Obeys a message of process 0, which may be this process itself."""
         with self._changed:
             match message:
                 case {"end": int(code), "text": str(text)}:
@@ -281,7 +315,7 @@ class Peers:
             self._changed.notify_all()
 
     def _stop(self, code: int, text: str) -> NoReturn:
-        """Tells the others, and ends this process: process 0 only after the others have read the reason."""
+        """Tells the others why, and ends this process. Process 0 ends last, or after 5 seconds."""
         if code == STUCK and self.index == 0 and " at " not in text:
             text += self._hub.where()
         for link in self.links.values():
@@ -298,14 +332,17 @@ class Peers:
         os._exit(code)
 
     def _unread(self) -> bool:
-        """Whether another process may not have the reason yet: of process 0, until all have ended."""
-        return any(link.open and (self.index == 0 or link.has_unsent) for link in self.links.values())
+        """Whether another process may not have the reason yet; for process 0: has not ended yet."""
+        return any(
+            link.open and (self.index == 0 or link.has_unsent) for link in self.links.values()
+        )
 
 
 def print_error(text: str, stacks: bool) -> None:
-    """Prints `text`, and before it the stacks of all threads if `stacks`. It needs no lock of Python's streams.
+    """Prints `text` to stderr; if `stacks`, the stacks of all threads before it.
 
-    Where nobody reads the output, as of a pipe that is full, nothing is printed: a process that ends must not wait.
+    It takes no lock of Python's streams. If nobody reads the output (a full pipe), it prints
+    nothing, because a process that ends must not wait.
     """
     if not _takes_text(2, seconds=2.0):
         return

@@ -1,23 +1,24 @@
-"""Several processes as one run: values exchanged, a batch divided, one end. No other module uses `jax.distributed`."""
+"""Several processes as one run: they exchange values, divide a batch, and end together.
+
+No other module uses `jax.distributed`. A run calls `initialize` first and `run_together` around its
+body.
+"""
 
 import collections
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
 import math
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,71 +29,35 @@ from jax.experimental import multihost_utils
 from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 from jaxformer.parallel import jax_internals
+from jaxformer.parallel.cluster import Processes, find
 from jaxformer.parallel.meeting import meet, relay
+from jaxformer.parallel.numerics import numerics
 from jaxformer.parallel.peers import LOST, SILENCE, STUCK, Peers, print_error
+from jaxformer.parallel.remote_errors import describe_error, rebuild_error
 from jaxformer.sharding import batch_sharding
 
-GRACE = 3.0  # seconds until an error is reported: if a dead process is its cause, the process is named before that
-FIRST = 3  # steps for which the watchdog is patient: how long a step takes is not known yet
-LONG = 10.0  # a compilation, an evaluation, a save, a wait for others may take this many times as long as a step
-# options of JAX that decide numbers, and variables that the compilers and libraries under it read
-OPTIONS = (
-    "jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion", "jax_default_dtype_bits", "jax_random_seed_offset", "jax_softmax_custom_jvp",
-    "jax_use_shardy_partitioner", "jax_exec_time_optimization_effort", "jax_disable_jit",
-)  # fmt: skip
-VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
-HARMLESS = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_log")  # flags that change no number
-CODE = Path(__file__).parents[1]
-NETWORK = ("Gloo", "gloo", "Connection reset by peer", "Connection closed by peer", "coordination service")
+# Seconds to wait before an error is reported. A dead process that caused it is named in that time.
+GRACE = 3.0
+FIRST = 3  # the watchdog is patient during these steps: the duration of a step is not known yet
+# A compilation, an evaluation, a save or a wait may take this many times the limit of a step.
+LONG = 10.0
+# words in the messages of errors of the network
+NETWORK = (
+    "Gloo",
+    "gloo",
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "coordination service",
+)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Processes:
-    """The address of process 0 (host:port), the number of processes, and the index of this one."""
-
-    coordinator: str
-    count: int
-    index: int
-    local_devices: tuple[int, ...] | None = None  # the host's accelerators that this process uses; None: all
-
-    def __post_init__(self):
-        host, _, port = self.coordinator.rpartition(":")
-        if not (host and port.isdecimal() and 0 <= self.index < self.count):
-            raise ConfigError(f"{self}: expected coordinator HOST:PORT and an index from 0 to count - 1")
-
-
-def find(environment: Mapping[str, str] = os.environ, limit: float = 300.0) -> Processes | None:
-    """The processes named by JAXFORMER_COORDINATOR, _PROCESSES and _PROCESS, or by a TPU pod, GKE, Slurm or MPI job.
-
-    None for a single process. Raises ConfigError if the variables are incomplete.
-    """
-    names = [f"JAXFORMER_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS")]
-    values = [environment[name] for name in names if name in environment]
-    if values:
-        if len(values) < 3 or not (values[1].isdecimal() and values[2].isdecimal()):
-            raise ConfigError(f"expected {names[0]}=HOST:PORT, {names[1]}=COUNT and {names[2]}=INDEX, all three or none")
-        processes = Processes(values[0], int(values[1]), int(values[2]))
-        return processes if processes.count > 1 else None
-    in_job = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"} & set(environment)
-    if "KUBERNETES_SERVICE_HOST" in environment and not in_job:
-        return None  # a notebook in a pod: JAX's detection would warn or fail
-    try:
-        coordinator, count, index, devices = jax_internals.find_cluster(int(limit))
-    except (RuntimeError, LookupError, ValueError) as error:  # a job's variables may be there in part, or of another form
-        what = f"{type(error).__name__}: {error}" if isinstance(error, LookupError | ValueError) else str(error)
-        raise ConfigError(f"the cluster's processes could not be found ({what}); give {', '.join(names)}") from None
-    if coordinator is None or count is None or index is None or count == 1:
-        return None
-    return Processes(coordinator, count, index, None if devices is None else tuple(devices))
-
-
 def initialize(processes: Processes | None = None, limit: float | None = None) -> None:
-    """Joins the run's processes (default: `find()`). Call it before any device is used. It does nothing for one process.
+    """Joins the run's processes (default: `find()`). Call it before any device is used.
 
-    Raises MissingProcess, with their numbers, if some have not come within `limit` seconds (JAXFORMER_JOIN_LIMIT, 300).
-    Raises ConfigError if addresses or numbers disagree.
+    It does nothing for a single process. Raises MissingProcess, with the numbers of the missing
+    processes, after `limit` seconds (JAXFORMER_JOIN_LIMIT, 300). Raises ConfigError if addresses or
+    numbers disagree.
     """
     global _peers
     limit = seconds("JAXFORMER_JOIN_LIMIT") if limit is None else limit
@@ -103,43 +68,43 @@ def initialize(processes: Processes | None = None, limit: float | None = None) -
     if processes.index > 0:
         logging.getLogger("jaxformer").setLevel(logging.ERROR)
     silence = seconds("JAXFORMER_SILENCE_LIMIT", SILENCE)
-    _peers = meet(processes.coordinator, processes.count, processes.index, limit, numerics(), silence)
+    _peers = meet(
+        processes.coordinator, processes.count, processes.index, limit, numerics(), silence
+    )
     _peers.guard()
     _peers.report_place("the start of JAX")
-    # its service for signals waits for other processes with Python's lock: one that never comes would freeze this one
+    # JAX's service for signals holds Python's lock while it waits for other processes. A process
+    # that never comes would freeze this one.
     jax.config.update("jax_enable_preemption_service", False)
+    address = processes.coordinator
+    if processes.index > 0:
+        address = relay(address, limit, _peers.lost_service)
     jax.distributed.initialize(
-        processes.coordinator if processes.index == 0 else relay(processes.coordinator, limit, _peers.lost_service),
-        processes.count, processes.index, processes.local_devices, cluster_detection_method="deactivate",
-        initialization_timeout=int(limit) + 60, heartbeat_timeout_seconds=int(10 * SILENCE), shutdown_timeout_seconds=30,
-    )  # fmt: skip
+        address,
+        processes.count,
+        processes.index,
+        processes.local_devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(limit) + 60,
+        heartbeat_timeout_seconds=int(10 * SILENCE),
+        shutdown_timeout_seconds=30,
+    )
     if processes.index > 0:
         _peers.watch_service(partial(_answers, jax_internals.service_client()))
     jax_internals.wrap_compilation(lambda compile_program: partial(_compile, compile_program))
 
 
-def numerics() -> dict[str, str]:
-    """What decides the numbers that this process computes, beside its experiment and devices: versions, options, the code."""
-    found = {f"the version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
-    found |= {name: str(jax.config.values[name]) for name in OPTIONS if name in jax.config.values}
-    for name in VARIABLES:
-        flags = [flag for flag in os.environ.get(name, "").split() if not flag.startswith(HARMLESS)]
-        found[name] = " ".join(sorted(flags))
-    code = hashlib.sha256()
-    for path in sorted(CODE.rglob("*.py")):
-        code.update(str(path.relative_to(CODE)).encode() + path.read_bytes())
-    return found | {"the digest of jaxformer's code": code.hexdigest()[:12]}
-
-
 def check_devices() -> None:
-    """Raises ConfigError, on all processes, where they have other kinds or numbers of devices than process 0."""
+    """Raises ConfigError, on all processes, if one has other devices, or more, than process 0."""
     devices = jax.local_devices()
     mine = f"{len(devices)} x {devices[0].device_kind}"
-    every = all_gather_object(mine, "the comparison of devices")
-    other = next((index for index, devices in enumerate(every) if devices != every[0]), None)
+    texts = all_gather_object(mine, "the comparison of devices")
+    other = next((index for index, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
-        text = f"process {other} has {every[other]}, process 0 has {every[0]}"
-        raise ConfigError(f"devices: {text}; give all processes of a run the same number of devices of one kind")
+        text = f"process {other} has {texts[other]}, process 0 has {texts[0]}"
+        raise ConfigError(
+            f"devices: {text}; give all processes of a run the same number of devices of one kind"
+        )
 
 
 def _answers(client: Any) -> bool:
@@ -151,11 +116,14 @@ def _answers(client: Any) -> bool:
     return True
 
 
-def _compile(compile: Callable, backend: Any, computation: Any, devices: np.ndarray, *rest: Any) -> Any:
-    """JAX's compilation of a program. If several processes run the program, it waits until all of them have it.
+def _compile(
+    compile: Callable, backend: Any, computation: Any, devices: np.ndarray, *rest: Any
+) -> Any:
+    """JAX's compilation of a program. It returns after all processes that run the program have it.
 
-    A process enters a program's first collective as soon as it has the program, and gloo gives up after 30 s. A process that
-    has the program in its cache would meet nobody while another one still compiles.
+    A process enters a program's first collective as soon as it has the program, and gloo gives up
+    after 30 s. So a process that reads the program from its cache must wait for one that compiles
+    it.
     """
     executable = compile(backend, computation, devices, *rest)
     members = sorted({device.process_index for device in devices.flat})
@@ -163,12 +131,17 @@ def _compile(compile: Callable, backend: Any, computation: Any, devices: np.ndar
         name = str(computation.operation.attributes["sym_name"]).strip('"')
         key = f"compiled/{name}/{members[0]}-{members[-1]}-{len(members)}"
         key += f"/{next(_programs[key])}"
-        _peers.call(key, f"the end of the compilation of {name}", members=members, limit=_patience())
+        _peers.call(
+            key, f"the end of the compilation of {name}", members=members, limit=_patience()
+        )
     return executable
 
 
 def _patience() -> float | None:
-    """Seconds without any progress after which a process counts as stuck, where it may work long before it comes."""
+    """Seconds without progress after which a missing process counts as stuck; None: no limit.
+
+    It may have long work to do before it comes, such as a compilation.
+    """
     limit = step_limit()
     return None if limit is None else LONG * limit
 
@@ -179,7 +152,10 @@ def is_first() -> bool:
 
 
 def first(function: Callable[[], T], what: str = "") -> T:
-    """Calls `function()` on process 0: its value (JSON) or error is that of all. All must call in the same order."""
+    """Calls `function()` on process 0. All processes return its value (JSON) or raise its error.
+
+    All processes must make these calls in the same order.
+    """
     if jax.process_count() == 1:
         return _through_json(function())
     result: dict[str, Any] = {}
@@ -187,24 +163,28 @@ def first(function: Callable[[], T], what: str = "") -> T:
         try:
             result = {"value": _through_json(function())}
         except Exception as error:
-            result = {"error": _described(error)}
+            result = {"error": describe_error(error)}
             all_gather_object(result, what)
             raise
-    found: Any = all_gather_object(result, what)[0]
-    if "error" in found:
-        raise _rebuilt(found["error"])
-    return found["value"]
+    result_of_first: Any = all_gather_object(result, what)[0]
+    if "error" in result_of_first:
+        raise rebuild_error(result_of_first["error"])
+    return result_of_first["value"]
 
 
 def _through_json(value: T) -> T:
-    """A value as the other processes get it. One process gets it so, too: then its tests find what is no JSON."""
+    """The value after a round trip through JSON, as other processes receive it.
+
+    A single process does it as well, so that its tests find values that JSON cannot hold.
+    """
     return json.loads(json.dumps(value))
 
 
 def all_gather_object(value: T, what: str = "") -> list[T]:
-    """The values (JSON) of all processes in order. All processes must make these calls in the same order.
+    """The values (JSON) of all processes, in order.
 
-    `what` is said of a process that does not come: what the others waited for.
+    All processes must make these calls in the same order. `what` says, in the message about a
+    process that does not come, what the others waited for.
     """
     if jax.process_count() == 1:
         return [_through_json(value)]
@@ -212,44 +192,24 @@ def all_gather_object(value: T, what: str = "") -> list[T]:
 
 
 def _call(key: str, what: str, value: Any = None, work: int = -1) -> list[Any]:
-    """The values of all processes that come to this call, over our own links."""
+    """The values of all processes that make this call, exchanged over our own connections."""
     if _peers is not None:
         return _peers.call(key, what, value, limit=_patience(), work=work)
-    # a program that joined its processes itself, by `jax.distributed`, has no links
+    # a program that called `jax.distributed` itself has no such connections
     client = jax_internals.service_client()
     client.key_value_set(f"jaxformer/{key}/{jax.process_index()}", json.dumps(value))
     client.wait_at_barrier(f"jaxformer/{key}", int(1000 * (_patience() or 24 * 3600)))
-    found = {name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(f"jaxformer/{key}")}
-    return [json.loads(found[str(index)]) for index in range(jax.process_count())]
-
-
-def _described(error: Exception) -> dict[str, Any]:
-    """An error as JSON: its class, those above it, and its arguments."""
-    classes = [f"{one.__module__}:{one.__qualname__}" for one in type(error).__mro__]
-    given = error.args
-    if isinstance(error, OSError) and error.errno is not None:
-        given = error.errno, error.strerror, error.filename  # the name of the file is not among `args`
-    arguments = [value if isinstance(value, str | int | float | None) else str(value) for value in given]
-    return {"classes": classes, "arguments": arguments}
-
-
-def _rebuilt(described: dict[str, Any]) -> Exception:
-    """The error of another process. Its class is one that is there already: of Python or of this library."""
-    for text in described["classes"]:
-        module, _, name = text.partition(":")
-        ours = module == "builtins" or module.partition(".")[0] == "jaxformer"
-        found = getattr(sys.modules.get(module), name, None) if ours else None
-        if isinstance(found, type) and issubclass(found, Exception):
-            with contextlib.suppress(Exception):
-                return found.__new__(found, *described["arguments"])
-    return RuntimeError(*described["arguments"])
+    texts = {
+        name.rpartition("/")[2]: text for name, text in client.key_value_dir_get(f"jaxformer/{key}")
+    }
+    return [json.loads(texts[str(index)]) for index in range(jax.process_count())]
 
 
 class Work:
-    """Something that all processes do together with another library, whose waits for all are ours: `wait`.
+    """A work that all processes do together in another library, which waits for all by our `wait`.
 
-    Where one process fails, it says so by `abandon`, and the waits of the others raise Abandoned with its reason. All processes
-    begin the same works in the same order.
+    A process that fails calls `abandon`. The waits of the others then raise Abandoned with its
+    reason. All processes begin the same works in the same order.
     """
 
     def __init__(self, what: str = "the start"):
@@ -258,7 +218,11 @@ class Work:
 
     def wait(self, name: str) -> None:
         if jax.process_count() > 1:
-            _call(f"work/{self.number}/{name}/{next(self._counts[name])}", f"{self.what} ({name})", work=self.number)
+            _call(
+                f"work/{self.number}/{name}/{next(self._counts[name])}",
+                f"{self.what} ({name})",
+                work=self.number,
+            )
 
     def abandon(self, why: str) -> None:
         if _peers is not None:
@@ -266,13 +230,13 @@ class Work:
 
 
 def report_place(place: str) -> None:
-    """Says where this process is, and that it goes on: those who wait for it are patient."""
+    """Says where this process is, and that it makes progress, so that others keep waiting."""
     if _peers is not None:
         _peers.report_place(place)
 
 
 def signal_after(step: int) -> int:
-    """The signal that stops all processes after `step` steps; 0 for none. Each must ask after every step."""
+    """The signal that stops all processes after `step` steps; 0: none. Call it after every step."""
     if _peers is not None:
         return _peers.after(step)
     return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
@@ -280,23 +244,26 @@ def signal_after(step: int) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that do a work together: this one is number `index` of `count`."""
+    """Processes that do a work together. This one is number `index` of `count`."""
 
     index: int
     count: int
-    first: Callable[[Callable[[], Any]], Any]  # calls a function on the first one; its value or error is that of all
-    wait: Callable[[], Any]  # until all are here
+    # calls a function on the first one; all return its value or raise its error
+    first: Callable[[Callable[[], Any]], Any]
+    wait: Callable[[], Any]  # waits until all processes are here
 
 
 def that_see(folder: Path) -> Group:
-    """All processes if they see the files of one folder, else this process alone. All must make this call."""
+    """All processes if all see the files of `folder`, else this process alone. All must call it."""
     alone = Group(0, 1, lambda function: _through_json(function()), lambda: None)
     if jax.process_count() == 1:
         return alone
     name = first(lambda: _new_folder(folder))
-    seen = all(all_gather_object((folder / name).exists()))
+    all_see_it = all(all_gather_object((folder / name).exists()))
     first((folder / name).rmdir)
-    return Group(jax.process_index(), jax.process_count(), first, lambda: all_gather_object(None)) if seen else alone
+    if not all_see_it:
+        return alone
+    return Group(jax.process_index(), jax.process_count(), first, lambda: all_gather_object(None))
 
 
 def _new_folder(folder: Path) -> str:
@@ -305,10 +272,11 @@ def _new_folder(folder: Path) -> str:
 
 
 def run_together(body: Callable[[], int]) -> int:
-    """The exit code of `body()`, after all processes have finished it. An exception in one process ends all processes.
+    """The exit code of `body()`, after all processes have finished it.
 
-    Each prints one line that names the failed process. Exit code 2 is a ConfigError, 1 another exception (with a traceback).
-    JAX's shutdown is skipped because its barrier would wait for the failed process.
+    An exception in one process ends all processes. Each prints one line that names the failed one.
+    Exit code 2 is a ConfigError, 1 another exception (with a traceback). JAX's shutdown is skipped,
+    because its barrier would wait for the failed process.
     """
     if _peers is None:
         return body()
@@ -323,10 +291,14 @@ def run_together(body: Callable[[], int]) -> int:
         if isinstance(error, OSError) and storage.stops(error):
             _peers.fail(storage.exit_code(error), storage.message(error))
         text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:500]
-        if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in NETWORK):
-            time.sleep(_peers.silence + GRACE)  # a process that is silent for so long is named during the wait
+        if isinstance(error, jax.errors.JaxRuntimeError) and any(
+            word in str(error) for word in NETWORK
+        ):
+            # if the network to a process is cut, that process is named during this time
+            time.sleep(_peers.silence + GRACE)
             _peers.fail(LOST, f"the connection to another process is lost: {text}")
-        time.sleep(GRACE)  # if a dead process is the cause, its name ends this process during the wait
+        # if a dead process is the cause, it is named, and this process ends, during this time
+        time.sleep(GRACE)
         traceback.print_exc()
         _peers.fail(1, text)
     _peers.leave(_patience())
@@ -334,7 +306,10 @@ def run_together(body: Callable[[], int]) -> int:
 
 
 def local_rows(mesh: jax.sharding.Mesh | None, batch_size: int) -> np.ndarray | None:
-    """The rows of a global batch that this process's devices hold, in order. None for a single process, which holds all."""
+    """The examples of a global batch that this process's devices hold: their indices, in order.
+
+    None for a single process, which holds all.
+    """
     if mesh is None or jax.process_count() == 1:
         return None
     sharding = batch_sharding(mesh, {"rows": jax.ShapeDtypeStruct((batch_size,), np.int32)})["rows"]
@@ -342,19 +317,27 @@ def local_rows(mesh: jax.sharding.Mesh | None, batch_size: int) -> np.ndarray | 
     return np.unique(np.concatenate([np.arange(batch_size)[index] for index in slices]))
 
 
-def global_batch(mesh: jax.sharding.Mesh, size: int, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """The global batch of `size` rows, made from the `local_rows` of each process."""
-    shapes = {name: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}
+def global_batch(
+    mesh: jax.sharding.Mesh, size: int, batch: dict[str, np.ndarray]
+) -> dict[str, jax.Array]:
+    """The global batch of `size` examples, made of the `local_rows` of each process."""
+    shapes = {
+        name: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
+        for name, leaf in batch.items()
+    }
     shardings = batch_sharding(mesh, shapes)
     make = jax.make_array_from_process_local_data
-    return {name: make(shardings[name], np.asarray(leaf), shapes[name].shape) for name, leaf in batch.items()}
+    return {
+        name: make(shardings[name], np.asarray(leaf), shapes[name].shape)
+        for name, leaf in batch.items()
+    }
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """Ends the run, with the stacks of all threads, if no `beat` comes for `limit` seconds (None: never).
+    """Ends the run, with the stacks of all threads, if no `beat` comes for `limit` seconds.
 
-    A step may also take ten times as long as the longest one so far. Time is counted in ticks of a thread: while the whole
-    process is stopped, there are none.
+    `limit` None: never. A step may always take ten times as long as the longest one so far. Time is
+    counted in ticks of a thread, so time in which the whole process is stopped does not count.
     """
 
     def __init__(self, limit: float | None):
@@ -363,10 +346,15 @@ class Watchdog(contextlib.AbstractContextManager):
         self._tick, self._ticks = min(2.0, (limit or 0) / 4), 0
         self._begin, self._patience = 0, LONG
         if limit is not None:
-            threading.Thread(target=self._watch, args=(limit,), name="watchdog", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(limit,), name="watchdog", daemon=True
+            ).start()
 
     def beat(self, step: int, patience: float = 1.0, doing: str = "") -> None:
-        """Step `step` begins. The next beat may take `patience` times the limit: compiling and saving are slow."""
+        """Step `step` begins. The next beat must come within `patience` times the limit.
+
+        Compiling and saving are slow, and need more than 1.
+        """
         place = f"step {step}" + (f" ({doing})" if doing else "")
         if self._patience == 1:
             self._longest = max(self._longest, self._seconds())
@@ -374,7 +362,10 @@ class Watchdog(contextlib.AbstractContextManager):
         self.phase(place, patience)
 
     def phase(self, place: str, patience: float = LONG) -> None:
-        """A part of the run begins, such as the restore of its state. The next one must begin within the same time."""
+        """A phase of the run begins, such as the restore of its state.
+
+        The next one must begin within `patience` times the limit.
+        """
         self._place, self._begin, self._patience = place, self._ticks, patience
         report_place(place)
 
@@ -398,12 +389,12 @@ class Watchdog(contextlib.AbstractContextManager):
 
 
 def step_limit() -> float | None:
-    """The seconds that a step may take: JAXFORMER_STEP_LIMIT, 300 by default; None for 0, no limit."""
+    """The seconds that a step may take: JAXFORMER_STEP_LIMIT, 300 by default; None if it is 0."""
     return seconds("JAXFORMER_STEP_LIMIT") or None
 
 
 def seconds(name: str, default: float = 300.0) -> float:
-    """A limit in the environment. Raises ConfigError for what is no number of seconds."""
+    """The seconds in a variable of the environment. Raises ConfigError if it is no such number."""
     text = os.environ.get(name, f"{default:g}")
     with contextlib.suppress(ValueError):
         if 0 <= float(text) < math.inf:

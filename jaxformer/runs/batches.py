@@ -27,16 +27,17 @@ from jaxformer.training.recipe import Recipe
 
 @dataclass(frozen=True, eq=False)
 class StepBatches:
-    """(step, what trains) -> this process's part of the global batch, as NumPy arrays.
+    """`batches(step, trained)`: this process's part of a step's global batch, as NumPy arrays.
 
-    Only a split that reads the state reads `trained`, so others may be called ahead of the steps.
+    `trained` is read only where the split reads the state. Other splits may be called ahead of
+    the steps.
     """
 
     split: Any
     batch_size: int
     seed: int
-    weights: Callable[[Any], Any]  # what trains -> the model's parameters
-    mesh: jax.sharding.Mesh | None = None  # the devices of the parameters; None: one
+    weights: Callable[[Any], Any]  # the tree that trains -> the model's parameters
+    mesh: jax.sharding.Mesh | None = None  # the devices of the parameters; None: one device
 
     @property
     def reads_state(self) -> bool:
@@ -45,7 +46,7 @@ class StepBatches:
 
     @cached_property
     def rows(self) -> np.ndarray | None:
-        """The rows of a batch that this process has; None: all."""
+        """The indices of this process's examples in a global batch; None: all."""
         return processes.local_rows(self.mesh, self.batch_size)
 
     @cached_property
@@ -54,14 +55,15 @@ class StepBatches:
 
     @cached_property
     def _key(self) -> Callable[[Any], jax.Array]:
-        """step -> its key, on all devices of the mesh."""
+        """step -> its random key, on all devices of the mesh."""
         everywhere = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(partial(batch_key, self.seed), out_shardings=everywhere)
 
     def __call__(self, step: int, trained: Any = None) -> dict[str, np.ndarray]:
         if not self.reads_state:
             return self._examples[step]
-        params, key = self.weights(trained), self._key(np.uint32(step))
+        params = self.weights(trained)
+        key = self._key(np.uint32(step))
         made = batching.batch_of_state(self.split, params, key, step, self.batch_size)
         batch = {name: np.asarray(value) for name, value in sharding.on_host(made).items()}
         check_alike(batch, step)
@@ -69,14 +71,17 @@ class StepBatches:
         return {name: leaf[selection] for name, leaf in batch.items()}
 
     def examples(self, step: int) -> list[int] | str:
-        """The indices of the examples in a batch; of one made of the state, what it is made of."""
+        """The indices of a batch's examples, or a text where it is made of the state."""
         if self.reads_state:
             return "made of the state"
         return batching.batch_indices(self.split, self.batch_size, self.seed)[step].tolist()
 
 
 def step_batches(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: Any) -> StepBatches:
-    """The batches of an experiment's steps. `mesh` None: one device has the parameters, as under pmap."""
+    """The batches of an experiment's steps.
+
+    `mesh` None: one device has the parameters, as under pmap.
+    """
     weights = recipe.weights
     if experiment.adaptation is not None:
         weights = jax.jit(weights)  # one program for the products of all factors
@@ -86,10 +91,10 @@ def step_batches(experiment: Experiment, recipe: Recipe, dataset: Any, mesh: Any
 @contextlib.contextmanager
 def batches_of(
     job: Any, start: int, reached: int, goodput: Goodput, watchdog: Any
-) -> Iterator[Callable[[Any, int], Any]]:  # fmt: skip
-    """Inside, (state, step) -> the batch of a step: read ahead by a thread, or made of the state.
+) -> Iterator[Callable[[Any, int], Any]]:
+    """Yields (state, step) -> the step's batch: read ahead by a thread, or made of the state.
 
-    An earlier start had recorded the steps before `reached`. What came before is the run's start.
+    An earlier start recorded the steps before `reached`. The time up to here counts as the start.
     """
     if job.batch_of_state is None:
         with batching.Prefetch(job.batches, start, job.steps, put=job.put) as ahead:
@@ -98,7 +103,7 @@ def batches_of(
         return
 
     def make(state: Any, step: int) -> Any:
-        jax.block_until_ready(state)  # the time of the step before is not that of the batch
+        jax.block_until_ready(state)  # else the time of the step before would count as the batch's
         goodput.lap("recomputed" if step < reached else "step")
         watchdog.phase(f"step {step} (its batch)")
         return job.batch_of_state(state, step)
@@ -107,18 +112,30 @@ def batches_of(
     yield make
 
 
+def on_devices(
+    mesh: jax.sharding.Mesh | None, rows: np.ndarray | None, size: int, batch: dict[str, Any]
+) -> dict:
+    """A batch on the device, or on those of a mesh.
+
+    `rows`: the indices of this process's examples among `size`; None: all.
+    """
+    if rows is not None and mesh is not None:
+        return processes.global_batch(mesh, size, batch)
+    return jax.device_put(batch, None if mesh is None else sharding.batch_sharding(mesh, batch))
+
+
 def batch_key(seed: int, step: Any) -> jax.Array:
     """The random key of a batch that is made of the state.
 
-    It is another one than those of the step (1) and of evaluations (2).
+    It differs from the keys of the step (fold 1) and of evaluations (fold 2).
     """
     return jax.random.fold_in(jax.random.fold_in(random_key(seed), 3), step)
 
 
 def check_alike(batch: dict[str, np.ndarray], step: int) -> None:
-    """Raises ConfigError, in all processes, where some made another batch.
+    """Raises ConfigError, on all processes, where one of them made a different batch.
 
-    Each would train on a part of its own.
+    Otherwise each process would train on a part of its own batch.
     """
     if jax.process_count() == 1:
         return
@@ -126,9 +143,11 @@ def check_alike(batch: dict[str, np.ndarray], step: int) -> None:
     for name, leaf in sorted(batch.items()):
         digest.update(f"{name} {leaf.dtype} {leaf.shape}".encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
-    every = processes.all_gather_object(digest.hexdigest(), "the comparison of batches")
-    other = next((index for index, found in enumerate(every) if found != every[0]), None)
+    digests = processes.all_gather_object(digest.hexdigest(), "the comparison of batches")
+    other = next((index for index, found in enumerate(digests) if found != digests[0]), None)
     if other is not None:
         problem = f"process {other} made another batch of step {step} than process 0"
-        advice = "draw only from `key`; let nothing depend on the host, on time, on the order of a set"
+        advice = (
+            "draw only from `key`; let nothing depend on the host, on time, on the order of a set"
+        )
         raise ConfigError(f"data: {problem}; {advice}")

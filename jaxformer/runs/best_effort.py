@@ -1,4 +1,4 @@
-"""Reports that no run waits for, and that no run fails with."""
+"""Reports that may neither slow a run down nor stop it."""
 
 import logging
 import time
@@ -11,9 +11,9 @@ log = logging.getLogger("jaxformer")
 
 
 class BestEffort:
-    """A report, skipped while its calls took more than `share` of the time since the first call.
+    """A report that is skipped while its calls took more than `share` of the time since the first.
 
-    If it fails, it is dropped with one warning, because no picture stops a run.
+    A report that fails is dropped with one warning, because a picture must not stop a run.
     """
 
     def __init__(self, report: Callable, share: float = 1.0):
@@ -32,9 +32,12 @@ class BestEffort:
         try:
             return self.report(*arguments)
         except Exception as error:
-            self.failed = not storage.passes(error)  # what could not be written now is drawn again later
+            # Where the error may pass, the report is tried again later.
+            self.failed = not storage.passes(error)
             name = getattr(self.report, "__name__", self.report)
-            log.warning("%s failed: %s: %s; the run goes on without it", name, type(error).__name__, error)
+            log.warning(
+                "%s failed: %s: %s; the run goes on without it", name, type(error).__name__, error
+            )
             return None
         finally:
             self.spent += time.monotonic() - now

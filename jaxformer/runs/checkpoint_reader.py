@@ -1,7 +1,8 @@
-"""Reads checkpoints, and judges what it finds: good, damaged, or not to be read now.
+"""Reads checkpoints, and judges each step: good, damaged, or not readable now.
 
-Damaged is what was read twice, in full, and was wrong both times. What cannot be read, because of the file system, is tried
-again and then refused, as an OSError. `checkpoint.Manager` writes what is read here; `restore_params` is for everybody else.
+A step is damaged if it was read twice, in full, and was wrong both times. A step that the file
+system does not let us read is tried again, and then refused with an OSError. `checkpoint.Manager`
+writes these checkpoints; all other code reads them with `restore_params`.
 """
 
 import errno
@@ -34,64 +35,108 @@ from jaxformer.runs import manifest, memory, silence
 from jaxformer.runs.manifest import CheckpointError, Damaged, fingerprints
 
 Folder = os.PathLike | str
-Problem = tuple[str, int | None, str]  # the reason, the number of the operating system's error if it was one, the file
+# The reason, the number of the operating system's error if it was one, the file.
+Problem = tuple[str, int | None, str]
 # Reading can fail with these although the files are good. Such a step is refused, not renamed.
-NOT_DAMAGE = "Permission denied", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED", "MemoryError"
-PASSES = "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED"  # the same, and the next try may succeed
-OS_ERROR = r"os_error_code='(\d+)'|OS error (\d+)"  # how tensorstore ends the text of an error of the operating system
-MISSING = errno.ENOENT, errno.ENOTDIR, errno.EISDIR  # these say what is there, if a second look finds it so
-AGAIN = 0.1  # seconds until what looks damaged is read once more
-PIECE = 1 << 26  # bytes: of another mesh, a process reads no more than the pieces that its part of an array touches
-SMALL = 100_000_000  # bytes that a file of a checkpoint may have beside those of its arrays
+NOT_DAMAGE = (
+    "Permission denied",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "RESOURCE_EXHAUSTED",
+    "MemoryError",
+)
+# The same, and the next try may succeed.
+PASSES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+# How tensorstore ends the text of an error of the operating system.
+OS_ERROR = r"os_error_code='(\d+)'|OS error (\d+)"
+# Errors that say what is there. They are believed if a second look finds the same.
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+AGAIN = 0.1  # seconds until a step that looks damaged is read once more
+# Bytes of a piece of an array's file. A process of another mesh reads whole pieces, so no more than
+# those that its part of the array touches.
+PIECE = 1 << 26
+SMALL = 100_000_000  # bytes that a checkpoint's file may have if it is not one of its arrays' files
 log = logging.getLogger(__name__)
 
 
 def resolve(folder: Folder) -> epath.Path:
-    """The absolute path of a folder, or a URL that checkpoints can be written to. Raises ConfigError for another URL."""
+    """The absolute path of a folder, or a URL that checkpoints can be written to.
+
+    Raises ConfigError for another URL.
+    """
     scheme, is_url, _ = os.fspath(folder).partition("://")
     if is_url and scheme != "gs":
         raise ConfigError(
-            f"{folder}: checkpoints go to folders and to gs://; mount the bucket of {scheme}:// and give its folder"
+            f"{folder}: checkpoints go to folders and to gs://; mount the bucket of {scheme}:// and"
+            " give its folder"
         )
     return epath.Path(folder) if is_url else epath.Path(folder).absolute()
 
 
 def steps(folder: Folder) -> list[int]:
-    """The complete steps in a folder, in order; none if there is no such folder. OSError where that cannot be known."""
-    if is_local(resolve(folder)):  # orbax would leave out a step that it cannot look at
-        found = (name for name in storage.list_names(folder) if re.fullmatch(r"0|[1-9][0-9]*", name))
+    """The complete steps in a folder, in order; none if there is no such folder.
+
+    Raises OSError where they cannot be known.
+    """
+    if is_local(resolve(folder)):  # orbax would leave out a step whose status it cannot read
+        found = (
+            name for name in storage.list_names(folder) if re.fullmatch(r"0|[1-9][0-9]*", name)
+        )
         return sorted(int(name) for name in found if storage.is_dir(Path(folder, name)))
     try:
-        return sorted(metadata.step for metadata in orbax.path.step.standard_name_format().find_all(resolve(folder)))
+        return sorted(
+            metadata.step
+            for metadata in orbax.path.step.standard_name_format().find_all(resolve(folder))
+        )
     except ImportError as error:
-        raise ConfigError(f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`") from None
+        raise ConfigError(
+            f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`"
+        ) from None
 
 
 def restore_params(
-    folder: Folder, abstract: Tree, step: int | None = None, part: str = "params", leave_out: Sequence[str] = ()
+    folder: Folder,
+    abstract: Tree,
+    step: int | None = None,
+    part: str = "params",
+    leave_out: Sequence[str] = (),
 ) -> tuple[int, Tree, dict]:
-    """The field `part` of a state, (step, params, metadata), verified. Nothing on disk changes. Errors: those of `restore`.
+    """The field `part` of a saved state, verified, as (step, params, metadata).
 
-    What lies under the names `leave_out` of that field is not read.
+    Names that begin with one of `leave_out` in that field are not read. Nothing on disk changes.
+    Raises the same errors as `Manager.restore`.
     """
     folder = resolve(folder)
 
     def skip(bad, why):
         return log.warning(f"{folder}: step {bad} is damaged: {why}; an older one is taken")
 
-    restored = newest_good(folder, abstract, f"{part}/", step, skip, tuple(f"{part}/{name}/" for name in leave_out))
+    restored = newest_good(
+        folder, abstract, f"{part}/", step, skip, tuple(f"{part}/{name}/" for name in leave_out)
+    )
     if restored is None:
         raise CheckpointError(f"{folder}: no checkpoint there; train first")
     return restored
 
 
 def newest_good(
-    folder: epath.Path, abstract: Tree, prefix: str, step: int | None, on_damage: Callable[[int, str], None],
+    folder: epath.Path,
+    abstract: Tree,
+    prefix: str,
+    step: int | None,
+    on_damage: Callable[[int, str], None],
     leave_out: tuple[str, ...] = (),
-) -> tuple[int, Tree, dict] | None:  # fmt: skip
+) -> tuple[int, Tree, dict] | None:
+    """The newest good step, or `step`, as (step, tree, metadata); None if there never was one.
+
+    Calls `on_damage(step, why)` for each damaged step that is newer. Raises CheckpointError where
+    no step is good.
+    """
     complete = first(lambda: steps(folder))
     if step is not None and step not in complete:
-        raise CheckpointError(f"{folder}: no checkpoint of step {step}; there are {manifest.shortened(complete)}")
+        raise CheckpointError(
+            f"{folder}: no checkpoint of step {step}; there are {manifest.shortened(complete)}"
+        )
     damage: list[tuple[int, str]] = []
     for candidate in reversed(complete) if step is None else [step]:
         try:
@@ -99,43 +144,66 @@ def newest_good(
         except Damaged as problem:
             damage.append((candidate, str(problem)))
             continue
-        for bad, why in damage:  # not before: where none is good, all keep their names, and the next start looks again
+        # Not earlier: where no step is good, all keep their names, and the next start looks again.
+        for bad, why in damage:
             on_damage(bad, why)
         return candidate, *found
     told = [f"{bad} ({why})" for bad, why in damage]
     if step is not None:
-        raise CheckpointError(f"{folder}: damaged: {told[0]}; other steps: {manifest.shortened(steps(folder))}")
-    aside = first(lambda: [name for name in storage.list_names(folder) if re.fullmatch(r"[0-9]+\.corrupt.*", name)])
+        raise CheckpointError(
+            f"{folder}: damaged: {told[0]}; other steps: {manifest.shortened(steps(folder))}"
+        )
+    aside = first(
+        lambda: [
+            name for name in storage.list_names(folder) if re.fullmatch(r"[0-9]+\.corrupt.*", name)
+        ]
+    )
     if told or aside:
         advice = _offer(folder, aside, abstract, prefix, leave_out)
-        raise CheckpointError(f"{folder}: every checkpoint is damaged: {manifest.shortened(told + aside)}; {advice}")
+        raise CheckpointError(
+            f"{folder}: every checkpoint is damaged: {manifest.shortened(told + aside)}; {advice}"
+        )
     return None
 
 
-def _offer(folder: epath.Path, aside: list[str], abstract: Tree, prefix: str, leave_out: tuple[str, ...]) -> str:
-    """What to do where no step is good. One that was put aside may be whole: errors that pass were once taken for damage."""
+def _offer(
+    folder: epath.Path, aside: list[str], abstract: Tree, prefix: str, leave_out: tuple[str, ...]
+) -> str:
+    """Advice for a folder in which no step is good.
+
+    A step that was put aside may be whole, because older versions took passing errors for damage.
+    """
     for name in sorted(aside, key=lambda name: int(name.partition(".")[0]), reverse=True):
         with suppress(Damaged, CheckpointError, OSError):
             _read(folder / name, abstract, prefix, leave_out)
-            move = f"mv {shlex.quote(str(folder / name))} {shlex.quote(str(folder / name.partition('.')[0]))}"
-            return f"but {name} is whole: rename it (`{move}`), and the same command goes on from there"
+            move = (
+                f"mv {shlex.quote(str(folder / name))}"
+                f" {shlex.quote(str(folder / name.partition('.')[0]))}"
+            )
+            return (
+                f"but {name} is whole: rename it (`{move}`), and the same command goes on from"
+                " there"
+            )
     renamed = "one that is renamed from STEP.corrupt to STEP is looked at again; " if aside else ""
     return f"all are kept; {renamed}to train from the beginning beside them, give another --name"
 
 
-def _read_or_judge(path: epath.Path, abstract: Tree, prefix: str, leave_out: tuple[str, ...]) -> tuple[Tree, dict]:
-    """`_read`, made again where an error may pass. Damaged is what was read twice, in full, and was wrong both times."""
+def _read_or_judge(
+    path: epath.Path, abstract: Tree, prefix: str, leave_out: tuple[str, ...]
+) -> tuple[Tree, dict]:
+    """`_read`, tried again where an error may pass, and once more where the step looks damaged."""
     read = partial(_read, path, abstract, prefix, leave_out)
     try:
         return storage.retry(read, path)
     except Damaged:
         time.sleep(AGAIN)
-    _on_all(lambda: _read_all(path))  # libraries below take some errors for files that are not there
+    # The libraries that read arrays take some errors for files that are not there.
+    _on_all(lambda: _read_all(path))
     return storage.retry(read, path)
 
 
 def _read_all(path: epath.Path) -> None:
-    """Reads every file of a step. Raises the OSError of one that cannot be read."""
+    """Reads every file of a step. Raises the OSError of a file that cannot be read."""
     if not is_local(path):
         return
     for file in storage.files_below(path):
@@ -150,7 +218,7 @@ def _read_through(file: Path) -> None:
 
 
 def _on_all(function: Callable[[], None]) -> None:
-    """Calls `function()` on every process. An OSError of one is raised on all."""
+    """Calls `function()` on every process. Raises one process's OSError on all."""
     problem = None
     try:
         function()
@@ -160,16 +228,22 @@ def _on_all(function: Callable[[], None]) -> None:
         raise OSError(*found)
 
 
-def _read(path: epath.Path, abstract: Tree, prefix: str, leave_out: tuple[str, ...]) -> tuple[Tree, dict]:
-    """The checkpoint in `path`, onto an abstract tree: leaves whose names begin with `prefix`, and with none of `leave_out`.
+def _read(
+    path: epath.Path, abstract: Tree, prefix: str, leave_out: tuple[str, ...]
+) -> tuple[Tree, dict]:
+    """The checkpoint in `path`, read onto an abstract tree, and its metadata.
 
-    Raises Damaged, or CheckpointError if it is good and does not fit.
+    Reads the leaves whose names begin with `prefix`, and with none of `leave_out`. Raises Damaged;
+    raises CheckpointError if the checkpoint is good and does not fit.
     """
     contents = first(lambda: read_manifest(path))
     has_numbers = any(math.prod(leaf["shape"]) for leaf in contents["leaves"].values())
     first(lambda: _check_pieces(path, has_numbers))
-    leaves = {name: leaf for name, leaf in contents["leaves"].items() if name.startswith(prefix)}
-    saved = {name: leaf for name, leaf in leaves.items() if not name.startswith(leave_out)} if leave_out else leaves
+    saved = {
+        name: leaf
+        for name, leaf in contents["leaves"].items()
+        if name.startswith(prefix) and not name.startswith(leave_out)
+    }
     wanted = dict(manifest.named_leaves(abstract, prefix))
     manifest.compare(path, saved, wanted)
     data = _load(path, {name: manifest.abstract_numbers(leaf) for name, leaf in wanted.items()})
@@ -184,47 +258,68 @@ def _read(path: epath.Path, abstract: Tree, prefix: str, leave_out: tuple[str, .
     for name in data:
         if manifest.is_key(wanted[name]):
             data[name] = jax.random.wrap_key_data(data[name], impl=saved[name]["key"])
-    return jax.tree.unflatten(jax.tree.structure(abstract), [data[name] for name in wanted]), contents["metadata"]
+    return jax.tree.unflatten(
+        jax.tree.structure(abstract), [data[name] for name in wanted]
+    ), contents["metadata"]
 
 
 def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """The arrays, read by orbax. An error of one process is raised on all."""
+    """The arrays, read by orbax. Raises one process's error on all."""
     silence.install()
-    # orbax refuses to save an empty array
-    data: Any = {k: jnp.zeros(x.shape, x.dtype, device=x.sharding) for k, x in numbers.items() if not x.size}
     full = {name: leaf for name, leaf in numbers.items() if leaf.size}
     problems: list[Problem] = []
-    for limit in (memory.in_flight(full.values()), None):  # pieces that other programs wrote may be larger than this
-        me = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-        context, problem = ocp.Context(multiprocessing_options=alone), None  # orbax waits for no other process
-        context.pytree.loading.partial_load = True
-        context.memory.read_concurrent_bytes = limit
-        try:
-            with context:
-                # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
-                data |= ocp.load(path, full) if full else {}
-        except Exception as error:
-            problem = _problem(path, error)
+    # Pieces that other programs wrote may be larger than the limit, hence the second try.
+    for limit in (memory.in_flight(full.values()), None):
+        data, problem = _load_limited(path, full, limit)
         every = all_gather_object(problem, f"the restore of {path}")
         problems = [_of_process(index, found) for index, found in enumerate(every) if found]
-        if not any("Requested more bytes" in reason for reason, *_ in problems):  # else all processes try once more
+        # Every process decides alike: all try once more, or none does.
+        if not any("Requested more bytes" in reason for reason, *_ in problems):
             break
-    # of several, one that does not speak of damage
-    for problem in sorted(problems, key=lambda found: isinstance(_read_error(path, *found), Damaged)):
-        raise _read_error(path, *problem)
-    return data
+    errors = [_read_error(path, *problem) for problem in problems]
+    if errors:  # of several, one that is no damage is raised first
+        raise min(errors, key=lambda error: isinstance(error, Damaged))
+    # Orbax refuses to save empty arrays, so they are made here.
+    empty: dict[str, Any] = {
+        name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        for name, leaf in numbers.items()
+        if not leaf.size
+    }
+    return empty | data
+
+
+def _load_limited(
+    path: epath.Path, full: dict[str, jax.ShapeDtypeStruct], limit: int | None
+) -> tuple[dict[str, Any], Problem | None]:
+    """(the arrays, the problem of this process); reads at most `limit` bytes at once."""
+    me = jax.process_index()
+    # With these options orbax waits for no other process.
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    context = ocp.Context(multiprocessing_options=alone)
+    context.pytree.loading.partial_load = True
+    context.memory.read_concurrent_bytes = limit
+    if not full:
+        return {}, None
+    try:
+        with context:
+            # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
+            arrays: Any = ocp.load(path, full)
+    except Exception as error:
+        return {}, _problem(path, error)
+    return arrays, None
 
 
 def _of_process(index: int, problem: Sequence[Any]) -> Problem:
-    """The problem with the process that met it: all processes of a run say the same line."""
+    """The problem, and the process that met it: all processes of a run say the same line."""
     reason, number, file = problem
     return reason, number, f"{file} (process {index})" if jax.process_count() > 1 else file
 
 
 def read_manifest(path: epath.Path) -> dict:
+    """The manifest of the step in `path`. Raises Damaged, or OSError where it cannot be read."""
     storage.retry(lambda: _check_files(path), path)
-    file = path / "_CHECKPOINT_METADATA"  # orbax's own reader takes every error for a file without contents
+    # Orbax's own reader takes every error for a file without contents.
+    file = path / "_CHECKPOINT_METADATA"
     try:
         sealed = json.loads(storage.retry(file.read_bytes, file))["custom_metadata"]
     except OSError as error:
@@ -239,30 +334,35 @@ def read_manifest(path: epath.Path) -> dict:
 
 
 def _check_files(path: epath.Path) -> None:
-    """Raises Damaged for a pipe, a device or a file with a hole for an end: orbax would wait, or read it without an end.
+    """Raises Damaged for a pipe, a device, or a file that is too large, perhaps without an end.
 
-    A link is refused (CheckpointError), and the step keeps its name: the files may be good, where they are.
+    Orbax would wait for such a file, or never stop to read it. A link raises CheckpointError, and
+    the step keeps its name: its files may be good where they are.
     """
     for file in [Path(path), *storage.files_below(path)] if is_local(path) else ():
         with suppress(FileNotFoundError):  # pruned meanwhile
-            status, name = file.lstat(), file.relative_to(path)
+            status = file.lstat()
+            name = file.relative_to(path)
             if stat.S_ISLNK(status.st_mode):
                 raise CheckpointError(no_links.refusal(file))
             if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
                 raise Damaged(f"{name} is no regular file")
-            if status.st_size > SMALL and name.parent.name != "d":  # numbers are in d; all else is JSON and indices
+            # Arrays are in folders named d. All other files are JSON and indices.
+            if status.st_size > SMALL and name.parent.name != "d":
                 raise Damaged(f"{name} has {status.st_size:,} bytes")
 
 
 def _check_pieces(path: epath.Path, has_numbers: bool) -> None:
-    """Raises Damaged where the pieces of an array are larger than it: tensorstore allocates one, and aborts if it cannot.
+    """Raises Damaged where the pieces of an array are larger than the array, or there are none.
 
-    And where there are none: without its index, tensorstore takes a folder for an empty one.
+    Tensorstore allocates a whole piece, and aborts if it cannot. Without its index, it takes a
+    folder for an empty one.
     """
     if not is_local(path):
         return
     try:
-        files = {"driver": "file", "path": f"{path}/state/"}  # a path in a URL could not have spaces
+        # Not a URL: a path in a URL could not have spaces.
+        files = {"driver": "file", "path": f"{path}/state/"}
         store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
         keys = store.list().result()
         if has_numbers and not keys:
@@ -271,8 +371,14 @@ def _check_pieces(path: epath.Path, has_numbers: bool) -> None:
         for key in keys:
             if key.endswith(b".zarray"):
                 array = json.loads(store[key])
-                if any(piece > size for piece, size in zip(array["chunks"], array["shape"], strict=True)):
-                    raise Damaged(f"{key.decode()}: pieces of {array['chunks']} of an array of {array['shape']}")
+                if any(
+                    piece > size
+                    for piece, size in zip(array["chunks"], array["shape"], strict=True)
+                ):
+                    raise Damaged(
+                        f"{key.decode()}: pieces of {array['chunks']} of an array of"
+                        f" {array['shape']}"
+                    )
     except Damaged:
         raise
     except Exception as error:
@@ -280,7 +386,7 @@ def _check_pieces(path: epath.Path, has_numbers: bool) -> None:
 
 
 def _problem(path: epath.Path, error: BaseException) -> Problem:
-    """What an error says; without a number where it is about a file that is not there."""
+    """An error as a `Problem`; without a number where a file is not there."""
     number, file = os_error(error)
     if number in MISSING:
         number = None if _is_missing(Path(file or path)) else errno.ESTALE
@@ -288,7 +394,7 @@ def _problem(path: epath.Path, error: BaseException) -> Problem:
 
 
 def os_error(error: BaseException) -> tuple[int | None, str | None]:
-    """(the number of the operating system's error that is the cause of another one, its file); None where none is."""
+    """(number, file) of the operating system's error that caused another one, or (None, None)."""
     causes = [error]
     while below := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(below)
@@ -302,15 +408,25 @@ def os_error(error: BaseException) -> tuple[int | None, str | None]:
 
 
 def _is_missing(file: Path) -> bool:
-    """Whether a file is not there, or a folder has its place; so say its status and the names in its folder."""
+    """Whether a file is not there, or a folder is in its place.
+
+    Both its status and the names in its folder have to say so.
+    """
     try:
-        return storage.is_dir(file) if storage.exists(file) else file.name not in storage.list_names(file.parent)
+        return (
+            storage.is_dir(file)
+            if storage.exists(file)
+            else file.name not in storage.list_names(file.parent)
+        )
     except OSError:
         return False
 
 
 def _read_error(path: epath.Path, reason: str, number: int | None, file: str) -> Exception:
-    if number in (errno.EACCES, errno.EPERM) or (number is None and any(word in reason for word in NOT_DAMAGE)):
+    """The error to raise for a `Problem`: CheckpointError, OSError or Damaged."""
+    if number in (errno.EACCES, errno.EPERM) or (
+        number is None and any(word in reason for word in NOT_DAMAGE)
+    ):
         return CheckpointError(f"{path}: the checkpoint cannot be read: {reason}")
     if number is not None:
         return OSError(number, os.strerror(number), file)
@@ -324,7 +440,7 @@ def is_local(folder: Folder) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """The innermost error in one line; orbax wraps it in several that say less."""
+    """The innermost error in one line. Orbax wraps it in several that say less."""
     while below := error.__cause__ or error.__context__:
         error = below
     return f"{type(error).__name__} {str(error).partition(' [')[0]}".strip().splitlines()[0][:1000]

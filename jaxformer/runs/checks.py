@@ -1,4 +1,4 @@
-"""What is checked before the first step: hosts, mesh, data, and the scores that rank checkpoints."""
+"""Checks before the first step: hosts, mesh, data, and the scores that rank checkpoints."""
 
 import hashlib
 import json
@@ -18,8 +18,10 @@ from jaxformer.evaluation.perplexity import has_perplexity
 from jaxformer.parallel import processes
 from jaxformer.params import Tree
 from jaxformer.runs.initial import check_initial
-from jaxformer.runs.run import asks_first_question, evaluator, examples_scored, new_names, question_of_sample, writes_text
+from jaxformer.runs.questions import asks_first_question, writes_text
+from jaxformer.runs.run import question_of_sample
 from jaxformer.runs.run_folder import RunFolder, compare
+from jaxformer.runs.scores import evaluator, examples_scored, metric_name, new_names, only_final
 from jaxformer.training.experiment import Checkpoints, Experiment
 from jaxformer.training.recipe import Recipe
 from jaxformer.training.step import TrainState, abstract_references, abstract_state, state_shardings
@@ -27,8 +29,13 @@ from jaxformer.training.step import TrainState, abstract_references, abstract_st
 log = logging.getLogger("jaxformer")
 
 
-def check(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None, folder: RunFolder) -> Any:
-    """The experiment's dataset. Raises ConfigError, before anything is written, for what would fail in the run."""
+def check(
+    experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None, folder: RunFolder
+) -> Any:
+    """The experiment's dataset. Raises ConfigError for what would fail later in the run.
+
+    Nothing has been written yet.
+    """
     check_initial(experiment, recipe)
     check_axes(recipe.spec, folder)
     check_mesh(experiment, recipe, mesh)
@@ -36,12 +43,17 @@ def check(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None
     if can_sample(experiment, dataset):
         question_of_sample(experiment, dataset)
     if dataset.digest != processes.first(lambda: dataset.digest, "the comparison of data"):
-        raise ConfigError("the data here are not those of process 0; give every host the same files")
+        raise ConfigError(
+            "the data here are not those of process 0; give every host the same files"
+        )
     return dataset
 
 
 def check_hosts(experiment: Experiment, source: Source | None) -> None:
-    """Raises ConfigError where the experiment here is not that of process 0: one would wait for what another never does."""
+    """Raises ConfigError where the experiment here differs from that of process 0.
+
+    Otherwise one process would wait for what another never does.
+    """
     code = None if source is None else (source.text, sorted(source.imports.values()))
     here = json.loads(config.to_json([config.describe(experiment), code], default=str))
     there = processes.first(lambda: here, "the comparison of experiments")
@@ -52,21 +64,27 @@ def check_hosts(experiment: Experiment, source: Source | None) -> None:
 
 
 def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh | None) -> None:
-    """Raises ConfigError where the parameters do not divide, or several processes have no part of the mesh."""
+    """Raises ConfigError where parameters do not divide, or a process has no part of the mesh."""
     if mesh is not None:
-        state_shardings(recipe, mesh)  # refuses what does not divide
+        state_shardings(recipe, mesh)  # raises for what does not divide
         abstract_references(recipe, mesh)
         if models.is_config(experiment.model):
             parallel.check_context(dict(mesh.shape), models.context_lengths(experiment.model))
-    if jax.process_count() > 1 and (mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"):
-        needed = f"several processes need backend=jit and all of their {jax.device_count()} devices; try --mesh.data=-1"
+    if jax.process_count() > 1 and (
+        mesh is None or mesh.size < jax.device_count() or experiment.mesh.backend == "pmap"
+    ):
+        needed = (
+            f"several processes need backend=jit and all of their {jax.device_count()} devices;"
+            " try --mesh.data=-1"
+        )
         raise ConfigError(f"mesh={experiment.mesh}: {needed}")
 
 
 def check_axes(spec: Tree, folder: RunFolder) -> None:
-    """Raises ConfigError for a parameter with an axis that no rule knows: a typo would leave it whole on each device.
+    """Raises ConfigError for a parameter with an axis that no sharding rule knows.
 
-    A run that began when this was not looked at goes on, with a warning: its file cannot be another one.
+    A typo in an axis would leave the parameter whole on each device. A run that began before this
+    check existed goes on, with a warning, because its file cannot be changed.
     """
     problem = sharding.unknown_axis(spec)
     if problem is None:
@@ -79,60 +97,74 @@ def check_axes(spec: Tree, folder: RunFolder) -> None:
 def open_data(experiment: Experiment):
     """The experiment's dataset, checked against its model."""
     dataset = batching.open_dataset(experiment.data, experiment.model)
-    size, least = getattr(getattr(experiment.model, "decoder", experiment.model), "vocab_size", None), dataset.vocab_size
-    if size is not None and least is not None and least > size:
-        raise ConfigError(f"model.vocab_size={size} is too small: the data have {least} tokens; set it to {least}")
+    size = getattr(getattr(experiment.model, "decoder", experiment.model), "vocab_size", None)
+    needed = dataset.vocab_size
+    if size is not None and needed is not None and needed > size:
+        raise ConfigError(
+            f"model.vocab_size={size} is too small: the data have {needed} tokens;"
+            f" set it to {needed}"
+        )
     return dataset
 
 
 def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
-    """Whether an evaluation is known to make the score that ranks checkpoints, before any step.
+    """Whether it is known, before any step, that evaluations give the score that ranks checkpoints.
 
-    False where a metric of the user's may make it: no name is known before it is called. Raises ConfigError for a score that
-    nothing makes, or the end alone, and for what the metrics would refuse at the end.
+    False where a metric of the user's may give it: its names are unknown before it is called.
+    Raises ConfigError for a score that nothing gives, or that only the end gives, and for what the
+    metrics would refuse at the end.
     """
-    early: list[str] = []  # what the metrics of every evaluation make
+    every_time: list[str] = []  # the scores that the metrics of every evaluation give
     taken = ["step", "loss", "perplexity", "bits", "unit"]
     is_known = True
     for metric in experiment.metrics:
         names = metric.check(experiment.model, dataset) if hasattr(metric, "check") else None
         taken += new_names(metric, dict.fromkeys(names or ()), taken)
-        if getattr(metric, "only_final", False):
+        if only_final(metric):
             continue
         if names is None:
             is_known = False
         else:
-            early += names
+            every_time += names
     best = experiment.checkpoints.best.removeprefix("-")
     if best == "loss":
         return True
     batch = batching.ValidationBatches(dataset.validation, experiment.batch_size)[0]
-    trained, references = abstract_state(recipe).params, abstract_references(recipe)
+    trained = abstract_state(recipe).params
+    references = abstract_references(recipe)
     sums = jax.eval_shape(recipe.score, trained, batch, jax.random.key(0), 0, references)
-    found = ["loss", *(("perplexity", "bits") if has_perplexity(sums) else ()), *sums.metrics, *early]
+    found = [
+        "loss",
+        *(("perplexity", "bits") if has_perplexity(sums) else ()),
+        *sums.metrics,
+        *every_time,
+    ]
     if best == sums.unit:
         return True
     if best in found or best.rpartition("/")[0] in found:  # a metric with a value for each layer
         return True
     if not is_known:
         return False
-    problem = f"checkpoints.best={experiment.checkpoints.best!r}: an evaluation here gives {', '.join(found)}"
+    problem = (
+        f"checkpoints.best={experiment.checkpoints.best!r}: an evaluation here gives"
+        f" {', '.join(found)}"
+    )
     raise ConfigError(f"{problem}; name one, or one with a minus{scores_of_the_end(experiment)}")
 
 
 def scores_of_the_end(experiment: Experiment) -> str:
-    """What to say of metrics whose scores rank no checkpoint; nothing where there are none."""
-    late = [_name(metric) for metric in experiment.metrics if getattr(metric, "only_final", False)]
+    """Advice about metrics that score only at the end, so rank no checkpoint; may be empty."""
+    late = [metric_name(metric) for metric in experiment.metrics if only_final(metric)]
     return f"; {', '.join(late)} scores at the end alone, unless only_final=False" if late else ""
 
 
-def _name(metric: Any) -> str:
-    return getattr(metric, "__name__", type(metric).__name__)
-
-
 def score_name(experiment: Experiment, dataset) -> str:
-    """What a checkpoint's rank is of: the score, the text, and how the metrics were made. Other ranks are not compared."""
-    count, best = len(dataset.validation), experiment.checkpoints.best
+    """The name of what ranks a checkpoint: the score, the text, and how the metrics were made.
+
+    Ranks of another name are not compared with it.
+    """
+    count = len(dataset.validation)
+    best = experiment.checkpoints.best
     name = f"{best} of {examples_scored(experiment, count, whole=False)} examples"
     if not experiment.metrics or best.removeprefix("-") == "loss":
         return name
@@ -141,7 +173,7 @@ def score_name(experiment: Experiment, dataset) -> str:
 
 
 def kept_in_words(saves: Checkpoints) -> str:
-    """Which checkpoints a run keeps, and by which score it ranks them."""
+    """Which checkpoints a run keeps, and which score ranks them, in words."""
     latest = f"every {saves.every:,} steps, of which the last {saves.keep_latest} are kept"
     if saves.keep_best == 0:
         return latest
@@ -150,12 +182,17 @@ def kept_in_words(saves: Checkpoints) -> str:
 
 
 def was_scored(records: Sequence[dict], best: str) -> bool:
-    """Whether an evaluation of an earlier start made this score."""
+    """Whether an evaluation of an earlier start gave this score."""
     return any(f"validation_{best.removeprefix('-')}" in record for record in records)
 
 
-def try_best(experiment: Experiment, recipe: Recipe, dataset, mesh, state: TrainState, references: Tree) -> None:
-    """Scores one example, which shows the names of the user's metrics. Raises ConfigError where none is `checkpoints.best`."""
+def try_best(
+    experiment: Experiment, recipe: Recipe, dataset, mesh, state: TrainState, references: Tree
+) -> None:
+    """Scores one example to learn the names of the user's metrics.
+
+    Raises ConfigError where none of them is `checkpoints.best`.
+    """
     one = replace(experiment, eval_examples=1)
     evaluate = evaluate_on(mesh, experiment, evaluator(one, recipe, dataset, mesh), references)
     try:
@@ -165,9 +202,15 @@ def try_best(experiment: Experiment, recipe: Recipe, dataset, mesh, state: Train
 
 
 def evaluate_on(
-    mesh: jax.sharding.Mesh | None, experiment: Experiment, evaluate: Callable, references: Tree = None
+    mesh: jax.sharding.Mesh | None,
+    experiment: Experiment,
+    evaluate: Callable,
+    references: Tree = None,
 ) -> Callable:
-    """An evaluation of what the training has: under pmap, one copy, which all devices of the mesh get again."""
+    """An evaluation of the training's parameters.
+
+    Under pmap it gets one copy, and places that on all devices of the mesh again.
+    """
     if mesh is None or experiment.mesh.backend != "pmap":
         return partial(evaluate, references=references)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -184,13 +227,18 @@ def can_sample(experiment: Experiment, dataset) -> bool:
     """Whether the run can end with a text that the model writes."""
     if dataset.tokenizer is None or not writes_text(experiment):
         return False
-    return not asks_first_question(experiment) or len(getattr(dataset.validation, "questions", ())) > 0
+    return (
+        not asks_first_question(experiment) or len(getattr(dataset.validation, "questions", ())) > 0
+    )
 
 
 def ranked(scores: dict[str, Any], best: str) -> float:
-    """The number by which a checkpoint is ranked, lowest first. Raises ConfigError for a score that there is not."""
+    """The number that ranks a checkpoint, lowest first. Raises ConfigError for a missing score."""
     name = best.removeprefix("-")
     if not isinstance(scores.get(name), (int, float)):
         names = ", ".join(name for name, value in scores.items() if not isinstance(value, str))
-        raise ConfigError(f"checkpoints.best={best!r}: an evaluation here gives {names}; name one, or one with a minus")
+        raise ConfigError(
+            f"checkpoints.best={best!r}: an evaluation here gives {names}; name one, or one with"
+            " a minus"
+        )
     return -scores[name] if best.startswith("-") else scores[name]

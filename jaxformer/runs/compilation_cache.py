@@ -1,4 +1,4 @@
-"""Compiled programs that persist: the second start of an experiment does not compile."""
+"""A cache of compiled programs: the second start of an experiment does not compile."""
 
 import contextlib
 import logging
@@ -19,13 +19,19 @@ UNUSED = 30 * 24 * 3600.0  # seconds after which a program is removed
 
 
 def enable(runs: epath.PathLike = "") -> None:
-    """Keeps compiled programs in the user's own cache folder, because they are native code; of runs in a bucket beside them.
+    """Keeps compiled programs in the user's cache folder; of runs in a bucket, beside the runs.
 
-    Hosts share a bucket, and a new host has no cache folder. JAX_COMPILATION_CACHE_DIR names another folder. If none can be
-    written, nothing is kept. Programs that compile within 0.2 s, or JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS, are not kept.
+    Programs are native code, so the folder is the user's own. Hosts share a bucket, and a new host
+    has no cache folder yet. JAX_COMPILATION_CACHE_DIR names another folder. If the folder cannot be
+    written, nothing is kept. Programs that compile within 0.2 s, or within
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS, are not kept.
     """
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxformer" / "compiled"
+        folder = (
+            Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+            / "jaxformer"
+            / "compiled"
+        )
         if "://" in str(runs):
             folder = epath.Path(runs) / ".compiled"
         else:
@@ -49,26 +55,30 @@ def write(
     executable: Any,
     host_callbacks: Sequence[Any] = (),
 ) -> None:
-    """Keeps a program of one of several processes.
+    """Keeps the compiled program of one of several processes, in place of JAX's own function.
 
-    JAX writes the programs of process 0 alone, and the others would compile at each start. A key names the devices of its
-    process, so processes of one machine share a folder. Older versions of JAX hand over the callbacks of a program, whose
-    addresses are those of this start; newer versions bind callbacks when they read the program.
+    JAX writes only the programs of process 0, so the others would compile at each start. A
+    program's cache key names the devices of its process, so processes of one machine can share a
+    folder. Older versions of JAX pass the callbacks of a program: their addresses are valid in this
+    start only, so such a program is not kept. Newer versions bind callbacks when they read it.
     """
     least = jax.config.jax_persistent_cache_min_compile_time_secs
     if host_callbacks or compile_time_secs < least:
         return
     try:
-        jax_internals.put_program(cache_key, module_name, executable, backend, int(compile_time_secs))
+        jax_internals.put_program(
+            cache_key, module_name, executable, backend, int(compile_time_secs)
+        )
     except Exception as error:
         log.warning("the compiled program %s is not kept: %s", module_name, error)
 
 
 def tidy(folder: Path) -> None:
-    """Removes programs that nobody used for a month, and those that JAX cannot read here: it would not replace them.
+    """Removes programs that nobody used for a month, and those that JAX cannot read here.
 
-    A killed process leaves a torn file; another Python may compress in another way. What was written before the last call
-    was read then and is whole. Reading it again would make it look used.
+    JAX would not replace an unreadable one. A killed process leaves a torn file; another Python may
+    compress in another way. Only programs written since the last call are read: older ones were
+    read then, and reading them again would make them look used.
     """
     way = jax_internals.way_of_compression()
     marker = folder / f"tidied-{way}"
@@ -76,7 +86,8 @@ def tidy(folder: Path) -> None:
     for path in (folder / name for name in storage.list_names(folder) if name.endswith("-cache")):
         with contextlib.suppress(OSError):  # another process removes it
             times = path.stat()
-            is_new = times.st_mtime >= tidied - 60.0  # clocks of machines that share a folder differ
+            # The clocks of machines that share a folder differ by some seconds.
+            is_new = times.st_mtime >= tidied - 60.0
             if time.time() - times.st_atime > UNUSED or (is_new and is_torn(path.read_bytes())):
                 path.unlink()
     with contextlib.suppress(OSError):  # a folder that this user may only read
@@ -84,9 +95,9 @@ def tidy(folder: Path) -> None:
 
 
 def is_torn(data: bytes) -> bool:
-    """Whether JAX cannot decompress a program's file."""
+    """Whether JAX cannot decompress the file of a program."""
     try:
         jax_internals.decompress(data)
-    except Exception:  # each way of compression has an error of its own
+    except Exception:  # each compression method raises errors of its own
         return True
     return False

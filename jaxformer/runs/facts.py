@@ -1,35 +1,48 @@
-"""What a run says before its first step."""
-
-from typing import Any
+"""The lines that a run prints before its first step."""
 
 import jax
 
 from jaxformer import params as parameters
 from jaxformer.runs.checks import kept_in_words
+from jaxformer.runs.setup import Setup
 from jaxformer.training import optimizers
-from jaxformer.training.experiment import Experiment
-from jaxformer.training.recipe import Recipe
 from jaxformer.training.step import averaged_steps
 
 
-def facts(experiment: Experiment, recipe: Recipe, dataset: Any, start: int, mesh: jax.sharding.Mesh | None) -> list[str]:
-    """The lines printed before the first step."""
+def facts(setup: Setup, start: int) -> list[str]:
+    """Lines about parameters, data, checkpoints, references and mesh, for the start of a run.
+
+    `start`: the number of steps that are done.
+    """
+    experiment = setup.experiment
+    recipe = setup.recipe
+    mesh = setup.mesh
     tree, own = recipe.parts.split(recipe.spec)
     counted = f"{parameters.count(tree):,} parameters"
     if own:
         counted += f" and {parameters.count(own):,} of the objective"
-    lines = [f"{experiment.name}: {counted}, {jax.devices()[0].device_kind}, {experiment.precision}"]
-    lines.append(f"data: {dataset.description}")
+    lines = [
+        f"{experiment.name}: {counted}, {jax.devices()[0].device_kind}, {experiment.precision}"
+    ]
+    lines.append(f"data: {setup.dataset.description}")
     lines.append(f"checkpoints: {kept_in_words(experiment.checkpoints)}")
     several = any(leaf.rate != 1 for leaf in parameters.paths(recipe.spec).values())
-    if several or hasattr(experiment.optimizer, "route") or experiment.frozen is not None or experiment.adaptation is not None:
+    if (
+        several
+        or hasattr(experiment.optimizer, "route")
+        or experiment.frozen is not None
+        or experiment.adaptation is not None
+    ):
         routes = optimizers.routes(experiment.optimizer, recipe.spec, recipe.frozen)
         lines += [f"  {path}: {route}" for path, route in routes.items()]
     for name, spec in recipe.references.items():
         lines.append(f"reference {name}: {parameters.count(spec):,} frozen parameters")
     if experiment.ema_decay is not None:
         steps = averaged_steps(experiment.ema_decay, experiment.ema_warmup, experiment.steps)
-        lines.append(f"scored: parameters averaged over about the last {steps:,} of {experiment.steps:,} steps (ema_decay)")
+        lines.append(
+            f"scored: parameters averaged over about the last {steps:,} of"
+            f" {experiment.steps:,} steps (ema_decay)"
+        )
     if mesh is not None:
         shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
         lines.append(f"mesh: {shape} of {mesh.size} devices")

@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes, over all its starts: the run's goodput.json, and a line at the end."""
+"""Where the wall time of a run goes, over all its starts: goodput.json, and a line at the end."""
 
 import json
 import os
@@ -13,23 +13,26 @@ from jaxformer import config
 from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 
-# Steps that count, then all else. "start" and "compile" are what comes before the first step. "data": the host waited for a
-# batch, and the device had nothing to do when it came. "recomputed": steps that an earlier start had recorded.
+# "step": steps that count. "start" and "compile": the time before the first step. "data": the host
+# waited for a batch, and the device had nothing to do when it came. "recomputed": steps that an
+# earlier start had already recorded.
 PARTS = "step", "start", "compile", "data", "evaluation", "save", "recomputed"
 
 
 class Goodput:
-    """Seconds of each part, of this start and of earlier ones; a start that was killed counts up to its last save.
+    """The seconds of each part, of this start and of earlier ones.
 
-    `began` is a time of `time.monotonic`. Without a path (not on the first process) nothing is written.
+    A start that was killed counts up to its last save. `began` is a time of `time.monotonic`.
+    Without a path (not on the first process) nothing is written.
     """
 
     def __init__(self, path: epath.PathLike | None, began: float):
         self.path = None if path is None else epath.Path(path)
-        self._last, self.seconds = began, dict.fromkeys(PARTS, 0.0)
+        self._last = began
+        self.seconds = dict.fromkeys(PARTS, 0.0)
         self.earlier: list[dict[str, Any]] = []
         if self.path is not None and storage.exists(self.path):
-            with suppress(ConfigError):  # a damaged account is not worth an error
+            with suppress(ConfigError):  # a damaged account must not stop the run
                 starts = config.read_json(self.path, "", self.path.parent, starts=list)["starts"]
                 self.earlier = [start for start in starts if isinstance(start, dict)]
 
@@ -40,13 +43,15 @@ class Goodput:
         self._last = now
 
     def save(self) -> None:
-        """Writes the account; a full disk costs no more than that."""
+        """Writes the account. If the disk is full, the account is lost and the run goes on."""
         if self.path is not None:
             with suppress(OSError):
-                config.write_atomically(self.path, json.dumps({"starts": [*self.earlier, self.seconds]}, indent=2))
+                config.write_atomically(
+                    self.path, json.dumps({"starts": [*self.earlier, self.seconds]}, indent=2)
+                )
 
     def summary(self) -> str:
-        """One line: the share of the wall time that went into steps that count, and the seconds of each part."""
+        """One line: the share of wall time in steps that count, and the seconds of each part."""
         starts = [*self.earlier, self.seconds]
 
         def seconds(start, part):
@@ -60,9 +65,10 @@ class Goodput:
 
 
 def program_began() -> float:
-    """When this process was started, by `time.monotonic`; where there is no /proc, now."""
+    """The time of `time.monotonic` when this process started; now where there is no /proc."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22, since the machine began
+        # Field 22: the start of the process, in ticks since the machine booted.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError, IndexError):
         age = 0.0

@@ -1,4 +1,7 @@
-"""Where parameters start: `initial(spec, key) -> params`, such as `FromRun`; Hugging Face's weights are in `families`."""
+"""Where parameters start: `initial(spec, key) -> params`, such as `FromRun`.
+
+Weights of Hugging Face are in `families`.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +19,7 @@ from jaxformer.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class FromRun:
-    """The parameters of a run's checkpoint, averaged ones where it has them."""
+    """The parameters of a run's checkpoint; the averaged ones if it has them."""
 
     path: str  # the run's folder
     step: int | None = None  # which checkpoint; None: the newest
@@ -24,20 +27,33 @@ class FromRun:
     def __call__(self, spec: params.Tree, key: jax.Array) -> params.Tree:
         description = self.description()
         if description.get("adaptation") is not None:
-            raise ConfigError(f"initial={self.path}: it trained an adaptation; give a function with open_run(...).params")
+            raise ConfigError(
+                f"initial={self.path}: it trained an adaptation; give a function with"
+                " open_run(...).params"
+            )
         part = "params" if description.get("ema_decay") is None else "ema"
         run = epath.Path(self.path).expanduser()
         folder = run / "checkpoints"
         no_links.check_folder(folder, run)
-        leave_out = () if "objective" in spec else ("objective",)  # parameters of the run's objective are none of its model
-        return checkpoint_reader.restore_params(folder, params.abstract(spec), self.step, part, leave_out)[1]
+        # The parameters of the run's objective do not belong to its model.
+        leave_out = () if "objective" in spec else ("objective",)
+        return checkpoint_reader.restore_params(
+            folder, params.abstract(spec), self.step, part, leave_out
+        )[1]
 
     def differences(self, model: Any) -> list[str]:
-        """A line for each field in which `model` computes something else than the model of the run."""
-        described, here = self.description().get("model", {}), config.describe(model)
-        new_defaults = config.flat(here).keys() - config.flat(described).keys() - config.flat(config.changes(model)).keys()
+        """A line for each field that makes `model` compute something else than the run's model."""
+        described = self.description().get("model", {})
+        here = config.describe(model)
+        new_defaults = (
+            config.flat(here).keys()
+            - config.flat(described).keys()
+            - config.flat(config.changes(model)).keys()
+        )
         differing = config.diff(described, here)
-        return list_differences({name: pair for name, pair in differing.items() if name not in new_defaults})
+        return list_differences(
+            {name: pair for name, pair in differing.items() if name not in new_defaults}
+        )
 
     def description(self) -> dict[str, Any]:
         """The run's config.json."""
@@ -48,6 +64,9 @@ class FromRun:
 
 
 def check_initial(experiment: Any, recipe: Recipe) -> None:
-    """Raises ConfigError where an adaptation freezes weights that would be random."""
+    """Raises ConfigError where an adaptation would freeze random weights."""
     if experiment.initial is None and recipe.frozen != experiment.frozen:
-        raise ConfigError("adaptation: it freezes weights that would be random; give --initial=RUN or a name of Hugging Face")
+        raise ConfigError(
+            "adaptation: it freezes weights that would be random; give --initial=RUN or a name of"
+            " Hugging Face"
+        )

@@ -1,4 +1,4 @@
-"""The host's memory: what a CPU run keeps between steps, and what a save or a restore may take beside the state."""
+"""The host's memory: what a CPU run keeps between steps, and what saves and restores may take."""
 
 import ctypes
 import functools
@@ -11,14 +11,16 @@ from typing import Any
 
 import jax
 
-LEAST, MOST = 1 << 27, 1 << 32
+LEAST = 1 << 27  # bytes in flight, if there is a limit
+MOST = 1 << 32
 HUGE = 1 << 21  # bytes of a huge page
 
 
 def one_heap() -> None:
-    """Where JAX can only run on CPU, lets all threads allocate from one heap; before JAX starts its threads.
+    """If JAX can only run on CPU, lets all threads allocate from one heap.
 
-    Otherwise a thread cannot reuse what another one freed: a save left 0.2 GB beside each later step, and `keep` kept nothing.
+    Call it before JAX starts its threads. With several heaps a thread cannot reuse memory that
+    another one freed: a save left 0.2 GB beside each later step, and `keep` kept nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and _only_cpu():
@@ -29,15 +31,18 @@ def _only_cpu() -> bool:
     """Whether JAX is told to run on CPU, or is installed for nothing else."""
     if jax.config.values["jax_platforms"]:
         return jax.config.values["jax_platforms"] == "cpu"
-    return importlib.util.find_spec("libtpu") is None and not importlib.metadata.entry_points(group="jax_plugins")
+    return importlib.util.find_spec("libtpu") is None and not importlib.metadata.entry_points(
+        group="jax_plugins"
+    )
 
 
 @functools.cache  # one listener a process
 def keep() -> None:
-    """On CPU, lets the process keep freed memory instead of giving it back after every step and faulting it in again.
+    """On CPU, keeps freed memory in the process instead of returning it to the kernel.
 
-    XLA allocates a program's temporaries anew for each call; glibc returns such large blocks to the kernel at once. Keeping
-    them, in huge pages, takes a seventh to a third off the time of a step. It calls `one_heap`; if JAX started before, there
+    XLA allocates a program's temporaries anew for each call, and glibc returns such large blocks
+    to the kernel at once, so each step would fault them in again. Keeping them, in huge pages,
+    saves a seventh to a third of the time of a step. Calls `one_heap`; if JAX started before, there
     are other heaps, which cannot hold large blocks. Without glibc this does nothing.
     """
     one_heap()
@@ -50,25 +55,34 @@ def keep() -> None:
 
 
 def _in_huge_pages() -> None:
-    """Asks the kernel to give the heap pages of 2 MiB, in as many addresses as half of the memory; no memory is taken yet."""
+    """Asks the kernel for pages of 2 MiB in a part of the heap that is half the memory's size.
+
+    This only marks addresses; no memory is taken yet.
+    """
     malloc, free, madvise = map(_of_glibc, ("malloc", "free", "madvise"))
-    malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    malloc.restype = ctypes.c_void_p
+    malloc.argtypes = [ctypes.c_size_t]
+    free.argtypes = [ctypes.c_void_p]
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     if block := malloc(size):
         start = -(-block // HUGE) * HUGE
-        madvise(start, (block + size - start) // HUGE * HUGE, 14)  # MADV_HUGEPAGE: a mark of the addresses, which stays
+        # 14: MADV_HUGEPAGE. The mark stays when the block is freed.
+        madvise(start, (block + size - start) // HUGE * HUGE, 14)
         free(block)
 
 
 def _after_compiling(event: str, duration_secs: float, **_: Any) -> None:
-    """Gives back 0.1 GB that the compiler freed and that a step would not reuse."""
+    """Returns 0.1 GB that the compiler freed and that a step would not reuse."""
     if event.endswith("backend_compile_duration") and duration_secs > 1:
         give_back()
 
 
 def give_back() -> None:
-    """On CPU, returns all freed memory to the kernel: gaps between the arrays of a step do not fit arrays of other sizes."""
+    """On CPU, returns all freed memory to the kernel.
+
+    The gaps that the arrays of a step leave do not fit arrays of other sizes.
+    """
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)
@@ -77,10 +91,11 @@ def give_back() -> None:
 
 
 def in_flight(leaves: Iterable[Any]) -> int | None:
-    """Bytes that may be on their way between files and these arrays at once: an eighth of what this process holds of them.
+    """How many bytes may be in flight at once between files and these arrays; None: no limit.
 
-    At least 128 MB and the largest of them, at most 4 GB; None, no limit, if that is no less than all of them. Leaves are
-    arrays, or have a shape, dtype and sharding.
+    The limit is an eighth of the bytes that this process holds of the arrays: at least 128 MB, at
+    most 4 GB, and always more than the largest array. A limit that is not below the sum of all is
+    none. Leaves are arrays, or have a shape, dtype and sharding.
     """
     sizes = [_here(leaf) for leaf in leaves]
     limit = max(LEAST, min(MOST, sum(sizes) // 8), 1 + max(sizes, default=0))

@@ -1,6 +1,7 @@
-"""What expressions of the command line may call, by the field that they set: the closed list of the library's own.
+"""The library's names that expressions of the command line may call, by the field that they set.
 
-What an experiment file offers belongs to every field: `{**NAMES, "": source.names}`.
+The list is closed. What an experiment file offers belongs to every field:
+`{**NAMES, "": source.names}`.
 """
 
 from collections import ChainMap
@@ -27,35 +28,55 @@ def _of(module: ModuleType, names: str) -> dict[str, Any]:
 
 
 _OF_MODELS = {
-    masks: "full causal window strided chunked columns prefix global_tokens random_blocks block_sparse by_head longformer "
-    "bigbird sparse_transformer_strided sparse_transformer_fixed",
-    models: "ModelConfig EncoderDecoder Embedding Patches Learned Sinusoidal Axial Alibi Relative LanguageModel "
-    "Classification TokenClassification Mixture MuP",
+    masks: "full causal window strided chunked columns prefix global_tokens random_blocks"
+    " block_sparse by_head longformer bigbird sparse_transformer_strided sparse_transformer_fixed",
+    models: "ModelConfig EncoderDecoder Embedding Patches Learned Sinusoidal Axial Alibi Relative"
+    " LanguageModel Classification TokenClassification Mixture MuP",
     positions: "Rope NTK Llama3 YaRN LongRoPE",
     vision: "Reconstruction",
 }
-_TRUNK = models.PRESETS | {name: value for module, names in _OF_MODELS.items() for name, value in _of(module, names).items()}
+_TRUNK = models.PRESETS | {
+    name: value
+    for module, names in _OF_MODELS.items()
+    for name, value in _of(module, names).items()
+}
 _MODEL: Any = ChainMap(_TRUNK, Offered("jaxformer.zoo"))  # type: ignore[arg-type]
 MODEL: Mapping[str, Any] = _MODEL
 HUGGING_FACE: Any = Offered("jaxformer.families", {"HuggingFace": "initial"})
 ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
 NAMES: dict[str, Mapping[str, Any]] = {
-    "model": MODEL, "mixer": Offered("jaxformer.zoo", {"Linear": "linear_attention"}),
-    "block": _of(blocks, "pre_norm post_norm sandwich output_norm parallel"), "norm": _of(norm, "Unscaled no_norm"),
-    "positions": {"Linear": positions.Linear}, "scaling": {"Linear": positions.Linear},
-    "data": _of(sources, "Text Stdlib") | _of(tasks, "Reverse Copy Sort Recall") | _of(pairs, "Pairs Packed Buckets")
-    | _of(corpus, "Corpus") | _of(mixing, "Mixed") | _of(images, "Digits Images") | _of(labelled, "Labelled"),
+    "model": MODEL,
+    "mixer": Offered("jaxformer.zoo", {"Linear": "linear_attention"}),
+    "block": _of(blocks, "pre_norm post_norm sandwich output_norm parallel"),
+    "norm": _of(norm, "Unscaled no_norm"),
+    "positions": {"Linear": positions.Linear},
+    "scaling": {"Linear": positions.Linear},
+    "data": _of(sources, "Text Stdlib")
+    | _of(tasks, "Reverse Copy Sort Recall")
+    | _of(pairs, "Pairs Packed Buckets")
+    | _of(corpus, "Corpus")
+    | _of(mixing, "Mixed")
+    | _of(images, "Digits Images")
+    | _of(labelled, "Labelled"),
     "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
     "objective": _of(
         objectives,
-        "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence PrefixLanguageModel SpanCorruption",
-    ) | _of(augment, "Flip Crop ResizedCrop Move"),
+        "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence"
+        " PrefixLanguageModel SpanCorruption",
+    )
+    | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE),
-    "references": ChainMap(_of(initial, "FromRun") | _of(references, "Reference Base"), _MODEL, HUGGING_FACE),
+    "references": ChainMap(
+        _of(initial, "FromRun") | _of(references, "Reference Base"), _MODEL, HUGGING_FACE
+    ),
     "adaptation": _of(adaptation, "Lora"),
-    "metrics": _of(generation, "Generated") | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
-    | _of(perplexity, "StridedPerplexity") | ANSWERS,
-    "mesh": {"Mesh": Mesh}, "checkpoints": {"Checkpoints": Checkpoints}, "sample": {"Sample": Sample} | ANSWERS,
+    "metrics": _of(generation, "Generated")
+    | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
+    | _of(perplexity, "StridedPerplexity")
+    | ANSWERS,
+    "mesh": {"Mesh": Mesh},
+    "checkpoints": {"Checkpoints": Checkpoints},
+    "sample": {"Sample": Sample} | ANSWERS,
     "spikes": {"Spikes": Spikes},
-}  # fmt: skip
+}

@@ -1,7 +1,7 @@
 """Every private name of orbax that this library needs, and why: seen in orbax-checkpoint 0.12.8.
 
-There is no public way to these; tests/test_private_names.py says what to look at when one changes. Importing this file
-changes nothing in orbax: `Manager` calls `install`.
+There is no public way to these; tests/test_private_names.py says what to look at when one changes.
+Importing this file changes nothing in orbax: `Manager` calls `install`.
 """
 
 import functools
@@ -16,10 +16,12 @@ from jaxformer.runs import silence
 
 @functools.cache
 def install(wait_for_all: Callable) -> None:
-    """Once: orbax waits for other processes by `wait_for_all(name)`, counts no bytes, and prints no errors that it raises.
+    """Once: changes how orbax waits for other processes, counts bytes and prints errors.
 
-    Its own wait lasts for minutes where a process failed, and keeps the reason from us. It counts written bytes, for its log
-    alone, with a call that never frees its lists (tensorstore 0.1.86): 60 kB a save.
+    Orbax then waits by `wait_for_all(name)`. Its own wait lasts for minutes where a process failed,
+    and hides the reason from us. It counts no written bytes: the count is only for its log, and
+    comes from a call that never frees its lists (tensorstore 0.1.86), 60 kB a save. It prints no
+    errors that it also raises.
     """
     multihost.sync_global_processes = wait_for_all
     counter: Any = count_nothing
@@ -33,11 +35,14 @@ def count_nothing(direction: Any = None) -> int:
 
 
 def limit_bytes(handler: Any, limit: int | None) -> None:
-    """A save copies and writes no more than these bytes at once; else it would hold a copy of the whole state."""
+    """Limits the bytes that a save copies and writes at once. None: it copies the whole state."""
     writer = handler._impl._handler_impl
     writer._save_device_host_concurrent_bytes = writer._save_concurrent_bytes = limit
 
 
 def checkpointer_of(manager: Any) -> Any:
-    """What a manager of orbax saves with: it keeps the errors of a failed save, which later saves would raise."""
+    """The object by which a manager of orbax saves.
+
+    It keeps the errors of a failed save, which later saves would raise.
+    """
     return manager._checkpointer

@@ -1,4 +1,4 @@
-"""Answers that are no text, such as pictures: the method `generate` of the data of a run.
+"""Answers that are no text, such as pictures: the method `generate` of a run's data.
 
     def generate(self, run, key, folder):
         return "a text to print", or the paths of files, or both in a list, or nothing
@@ -47,7 +47,7 @@ def generate(run: Run, seed: int = 0, prompt: str | None = None) -> Iterator[str
     before = files_of(folder)
     with run.on_mesh():
         answer = make(run, key=random_key(seed), folder=folder, **options)
-        lines = [str(value) for value in in_a_list(answer)]  # a generator of the user's works here
+        lines = [str(value) for value in in_a_list(answer)]  # runs a generator of the user's
     after = files_of(folder)
     yield from lines
     written = [path for path, stamp in after.items() if before.get(path) != stamp]
@@ -64,11 +64,11 @@ def in_a_list(answer: Any) -> list[Any]:
 
 
 def files_of(folder: epath.Path) -> dict[str, tuple[int, ...]]:
-    """The files of a run's folder, without checkpoints, and what shows that one was written again."""
+    """The files of a run's folder without checkpoints: path -> what changes if it is written."""
     found = {}
     waiting = sorted(path for path in folder.iterdir() if path.name not in TRAINERS)
-    for path in waiting:  # grows while it is read
-        if os.path.islink(path):  # what it leads to is not the run's
+    for path in waiting:  # the list grows while the loop reads it
+        if os.path.islink(path):  # its target does not belong to the run
             continue
         if path.is_dir():
             waiting.extend(sorted(path.iterdir()))

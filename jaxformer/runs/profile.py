@@ -6,21 +6,40 @@ from typing import Any
 
 import jax
 
-from jaxformer.runs.metrics import Console
+from jaxformer.runs.reporter import Console
 from jaxformer.runs.run_folder import RunFolder
 
-# the first and last step of a profile, counted from the start of the process: the first ones compile
+# The first and the last step of a profile, counted from this start. Earlier ones compile.
 TRACED = 10, 15
 
 
 def place_of_profile(folder: RunFolder) -> str:
-    """Where a profile goes: into the run's folder; of a bucket, which no profiler writes, elsewhere."""
+    """The folder of a profile: in the run's folder; for a run in a bucket, a temporary one.
+
+    No profiler can write to a bucket.
+    """
     traces = folder.for_library(folder.path / "profile")
     return tempfile.mkdtemp(prefix="profile-") if "://" in str(folder.path) else str(traces)
 
 
-def end_profile(trace: contextlib.ExitStack, state: Any, console: Console, line: str) -> None:
-    """Writes the profile, once the device has done the steps that it is of."""
-    jax.block_until_ready(state)
-    trace.close()
-    console.say(line)
+class Profile(contextlib.ExitStack):
+    """Traces the steps `TRACED` of a start into `folder`; without a folder it does nothing."""
+
+    def __init__(self, folder: str | None, start: int, console: Console):
+        super().__init__()
+        self.folder = folder
+        self.first = start + TRACED[0]
+        self.last = start + TRACED[1]
+        self.console = console
+
+    def before(self, step: int) -> None:
+        """Begins the trace before its first step."""
+        if self.folder is not None and step == self.first:
+            self.enter_context(jax.profiler.trace(self.folder))
+
+    def after(self, step: int, state: Any) -> None:
+        """Writes the trace after its last step, once the device has finished it."""
+        if self.folder is not None and step == self.last:
+            jax.block_until_ready(state)
+            self.close()
+            self.console.say(f"profile of steps {self.first} to {step}: {self.folder}")

@@ -1,4 +1,7 @@
-"""The frozen models of a run (`Experiment.references`): read at each start, and never other ones than at the first."""
+"""The frozen models of a run (`Experiment.references`).
+
+Every start of a run reads them, and refuses models that differ from those of the first start.
+"""
 
 import hashlib
 import shlex
@@ -26,10 +29,15 @@ class Frozen(NamedTuple):
 
 
 def read_references(
-    experiment: Any, mesh: jax.sharding.Mesh | None, runs: epath.PathLike = "runs",
+    experiment: Any,
+    mesh: jax.sharding.Mesh | None,
+    runs: epath.PathLike = "runs",
     weights_of: Callable[[str], Callable] | None = None,
-) -> Frozen:  # fmt: skip
-    """The references of an experiment, split over the mesh as their specs say. ConfigError for wrong shapes."""
+) -> Frozen:
+    """The references of an experiment, split over the mesh by their specs' axes.
+
+    Raises ConfigError for wrong shapes.
+    """
     found = {}
     for name, reference in references_of(experiment).items():
         model = experiment.model if reference.model is None else reference.model
@@ -40,17 +48,18 @@ def read_references(
 
 
 def _split(tree: Tree, backend: str, model: Any, mesh: jax.sharding.Mesh) -> Tree:
-    if backend == "pmap":  # which makes a copy for each device itself
+    if backend == "pmap":  # pmap itself copies the tree to each device
         return jax.device_put(tree, mesh.devices.flat[0])
 
     def place(leaf, split):
-        return jax.make_array_from_callback(leaf.shape, split, lambda index: leaf[index])  # every process has the arrays
+        # Every process has the whole arrays, so each takes its part.
+        return jax.make_array_from_callback(leaf.shape, split, lambda index: leaf[index])
 
     return jax.tree.map(place, jax.device_get(tree), sharding.shardings(models.spec(model), mesh))
 
 
 def digests(references: Mapping[str, Tree]) -> dict[str, str]:
-    """A digest of the parameters of each reference: any other bit gives another one, another mesh does not."""
+    """A digest of each reference's parameters: any other bit changes it, another mesh does not."""
     found = {}
     for name, tree in references.items():
         leaves = dict(manifest.named_leaves(tree))
@@ -60,19 +69,24 @@ def digests(references: Mapping[str, Tree]) -> dict[str, str]:
     return found
 
 
-def check_references(folder: RunFolder, metadata: Mapping[str, Any], found: Mapping[str, str]) -> None:
-    """Raises ConfigError where a reference is not the one that the checkpoint was trained with."""
-    before = metadata.get("references", {})
-    for name in sorted({**before, **found}):
-        if before.get(name) != found.get(name):
-            problem = f"is another model than when this run began (digest {before.get(name)}, now {found.get(name)})"
+def check_references(
+    folder: RunFolder, metadata: Mapping[str, Any], found: Mapping[str, str]
+) -> None:
+    """Raises ConfigError where a reference is not the one of the checkpoint's training."""
+    trained_with = metadata.get("references", {})
+    for name in sorted({**trained_with, **found}):
+        if trained_with.get(name) != found.get(name):
+            problem = (
+                f"is another model than when this run began (digest {trained_with.get(name)},"
+                f" now {found.get(name)})"
+            )
             initial = f"--initial={shlex.quote(str(folder.path))} --name=..."
             advice = f"restore it, or train on from the run's parameters as another run: {initial}"
             raise ConfigError(f"{folder.path}: references[{name!r}] {problem}; {advice}")
 
 
 def with_references(step: Callable, frozen: Tree) -> Callable:
-    """A step that is given these references with every batch."""
+    """A step that gets these references with every batch."""
 
     def step_with_references(state: Any, batch: Any) -> Any:
         return step(state, batch, frozen)

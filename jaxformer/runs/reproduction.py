@@ -1,4 +1,7 @@
-"""The bad step that ended a run: its parameters are kept in RUN/bad; it is computed again to find where numbers go bad."""
+"""The bad step that ended a run: RUN/bad keeps its parameters.
+
+The step is computed again to find where numbers stop being finite.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -13,9 +16,10 @@ from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.parallel import processes
 from jaxformer.runs import checkpoint, checkpoint_reader
-from jaxformer.runs.batches import step_batches
-from jaxformer.runs.run import Run, check_data, on_devices
+from jaxformer.runs.batches import on_devices, step_batches
+from jaxformer.runs.run import Run
 from jaxformer.runs.run_folder import RunFolder
+from jaxformer.runs.same_data import check_data
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.step import (
@@ -30,21 +34,34 @@ from jaxformer.training.step import (
 
 
 def keep(folder: RunFolder, state: TrainState, step: int, metadata: dict[str, Any]) -> None:
-    """Saves what `replay` needs of the state before `step`, in place of an earlier one. All processes call it."""
+    """Saves the state before `step` for `replay`, in place of an earlier one.
+
+    All processes call it.
+    """
     folder.for_library(folder.bad)
-    processes.first(lambda: folder.bad.rmtree(missing_ok=True))  # the same start ends at the same step again
+    # The same start ends at the same step again.
+    processes.first(lambda: folder.bad.rmtree(missing_ok=True))
     scale = None if state.loss_scale is None else float(state.loss_scale.value)
     with checkpoint.Manager(folder.bad, keep_latest=1) as manager:
         manager.save(step, {"params": state.params}, metadata | {"loss_scale": scale}, wait=True)
 
 
 def replay(run: Run) -> dict[str, Any]:
-    """The bad step of a run, computed again: its number, and what `explain` says. ConfigError where a run has none."""
-    recipe, mesh, experiment = run.recipe, run.mesh, run.experiment
+    """The bad step of a run, computed again: its number, its examples, and what `explain` finds.
+
+    Raises ConfigError where the run kept no bad step.
+    """
+    recipe = run.recipe
+    mesh = run.mesh
+    experiment = run.experiment
     if not checkpoint.steps(run.folder.for_library(run.folder.bad)):
-        raise ConfigError(f"{run.folder.path}: no bad step is kept; a run keeps one when too many in a row end it")
+        raise ConfigError(
+            f"{run.folder.path}: no bad step is kept; a run keeps one when too many in a row end it"
+        )
     shardings = None if mesh is None else state_shardings(recipe, mesh)
-    step, trained, metadata = checkpoint_reader.restore_params(run.folder.bad, abstract_state(recipe, shardings).params)
+    step, trained, metadata = checkpoint_reader.restore_params(
+        run.folder.bad, abstract_state(recipe, shardings).params
+    )
     dataset = batching.open_dataset(experiment.data, experiment.model)
     check_data(run.folder, metadata, dataset)
     batches = step_batches(experiment, recipe, dataset, mesh)
@@ -54,42 +71,71 @@ def replay(run: Run) -> dict[str, Any]:
         state = jax.jit(partial(init_state, recipe), out_shardings=shardings)(trained)
         state = replace(state, step=jnp.full_like(state.step, step))
         if state.loss_scale is not None:
-            state = replace(state, loss_scale=LossScale(jnp.float32(metadata["loss_scale"]), state.loss_scale.good_steps))
+            state = replace(
+                state,
+                loss_scale=LossScale(
+                    jnp.float32(metadata["loss_scale"]), state.loss_scale.good_steps
+                ),
+            )
         return {
             "step": step,
             "examples": batches.examples(step),
-            **explain(experiment, state, on_devices(mesh, None, experiment.batch_size, batch), references),
+            **explain(
+                experiment, state, on_devices(mesh, None, experiment.batch_size, batch), references
+            ),
         }
 
 
 def explain(
-    experiment: Experiment, state: TrainState, batch: dict[str, Any], references: dict[str, Any] | None = None
+    experiment: Experiment,
+    state: TrainState,
+    batch: dict[str, Any],
+    references: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Loss and gradient norm of a step, computed again, and in `found` a line for each place that is not finite.
+    """Loss and gradient norm of a step, computed again; `found` names what is not finite.
 
-    It looks at parameters and batch; if the batch is finite, at the residual stream after each layer; if that is finite, at the
-    gradients; and at the new values of variables. The state is donated.
+    `found` has a line for each place. It covers parameters and batch; if the batch is finite, the
+    residual stream after each layer; if that is finite, the gradients; and the new values of
+    variables. The state is donated.
     """
-    found = [f"parameter {name} is not finite in {rows}" for name, rows in bad_rows(parameters.paths(state.params)).items()]
+    found = [
+        f"parameter {name} is not finite in {rows}"
+        for name, rows in bad_rows(parameters.paths(state.params)).items()
+    ]
     cause = [f"batch: {name} is not finite in {rows}" for name, rows in bad_rows(batch).items()]
     cause += out_of_vocabulary(experiment.model, batch)
     recipe = build(replace(experiment, rms=("activation", "gradient")))
     frozen = {name: references[name] for name in recipe.references} if references else None
-    written = bad_rows(new_variables(recipe, state, batch, frozen))
-    metrics = jax.device_get(jax.jit(make_train_step(recipe), donate_argnums=0)(state, batch, frozen)[1])
+    bad_variables = bad_rows(new_variables(recipe, state, batch, frozen))
+    metrics = jax.device_get(
+        jax.jit(make_train_step(recipe), donate_argnums=0)(state, batch, frozen)[1]
+    )
     for kind in ("activation", "gradient"):
-        of_kind = {name.replace(f"rms/{kind}/", ""): value for name, value in metrics.items() if f"rms/{kind}/" in name}
-        cause = cause or [f"{kind} of {name} is not finite in {rows}" for name, rows in bad_rows(of_kind).items()]
+        of_kind = {
+            name.replace(f"rms/{kind}/", ""): value
+            for name, value in metrics.items()
+            if f"rms/{kind}/" in name
+        }
+        cause = cause or [
+            f"{kind} of {name} is not finite in {rows}" for name, rows in bad_rows(of_kind).items()
+        ]
     found += cause
-    found += [f"the new value of {name} is not finite in {rows}" for name, rows in written.items()]
+    found += [
+        f"the new value of {name} is not finite in {rows}" for name, rows in bad_variables.items()
+    ]
     numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
     if not found and np.isfinite(list(numbers.values())).all():
-        found = ["computed again, everything is finite: a spike, or else a fault of the device or of the data source"]
+        found = [
+            "computed again, everything is finite: a spike, or else a fault of the device or of"
+            " the data source"
+        ]
     return {**numbers, "found": found}
 
 
-def new_variables(recipe: Recipe, state: TrainState, batch: dict[str, Any], references: Any) -> dict[str, Any]:
-    """New values of variables by path, of the batch as a whole; none where there are no variables."""
+def new_variables(
+    recipe: Recipe, state: TrainState, batch: dict[str, Any], references: Any
+) -> dict[str, Any]:
+    """New values of variables by path, for the whole batch; empty without variables."""
     if not parameters.variables(recipe.spec):
         return {}
 
@@ -102,30 +148,55 @@ def new_variables(recipe: Recipe, state: TrainState, batch: dict[str, Any], refe
 
 
 def bad_rows(leaves: dict[str, Any]) -> dict[str, str]:
-    """The leaves with numbers that are not finite, and in which rows of their first axis: a layer, a token, an example."""
-    floats = {name: leaf for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)}
-    finite = jax.jit(partial(jax.tree.map, lambda leaf: jnp.isfinite(leaf).all(tuple(range(1, leaf.ndim)))))(floats)
-    bad = {name: np.flatnonzero(~rows) for name, rows in jax.device_get(finite).items() if not rows.all()}
+    """The leaves with numbers that are not finite, and where on their first axis these are.
+
+    An index of the first axis is a layer, a token or an example.
+    """
+    floats = {
+        name: leaf for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    finite = jax.jit(
+        partial(jax.tree.map, lambda leaf: jnp.isfinite(leaf).all(tuple(range(1, leaf.ndim))))
+    )(floats)
+    bad = {
+        name: np.flatnonzero(~rows)
+        for name, rows in jax.device_get(finite).items()
+        if not rows.all()
+    }
     return {name: rows_text(rows, leaves[name].shape) for name, rows in bad.items()}
 
 
 def out_of_vocabulary(model: Any, batch: dict[str, Any]) -> list[str]:
-    """A line for tokens, labels and source tokens that the model does not have."""
+    """A line for each of tokens, labels and source with a token that the model does not have."""
     size = models.last_stack(model).vocab_size if models.is_config(model) else None
     sizes = {"tokens": size, "labels": size}
     if isinstance(model, models.EncoderDecoder):
         sizes["source"] = model.encoder.vocab_size
-    outside = jax.jit(lambda tokens, size: ((tokens < 0) | (tokens >= size)).any(tuple(range(1, tokens.ndim))))
+    outside = jax.jit(
+        lambda tokens, size: ((tokens < 0) | (tokens >= size)).any(tuple(range(1, tokens.ndim)))
+    )
     lines = []
     for name, size in sizes.items():
-        if size and name in batch and jnp.issubdtype(batch[name].dtype, jnp.integer) and batch[name].ndim > 1:
+        if (
+            size
+            and name in batch
+            and jnp.issubdtype(batch[name].dtype, jnp.integer)
+            and batch[name].ndim > 1
+        ):
             rows = np.flatnonzero(jax.device_get(outside(batch[name], size)))
             if len(rows):
-                lines.append(f"batch: {name} outside of the vocabulary of {size} in {rows_text(rows, batch[name].shape)}")
+                lines.append(
+                    f"batch: {name} outside of the vocabulary of {size} in"
+                    f" {rows_text(rows, batch[name].shape)}"
+                )
     return lines
 
 
 def rows_text(rows: np.ndarray, shape: tuple[int, ...]) -> str:
+    """Indices of a first axis in words."""
     if not shape or len(rows) == shape[0]:
         return "all of it"
-    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:8]))}{', ...' * (len(rows) > 8)} of {shape[0]}"
+    return (
+        f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:8]))}"
+        f"{', ...' * (len(rows) > 8)} of {shape[0]}"
+    )

@@ -1,7 +1,8 @@
 """A run's folder, runs/NAME-FINGERPRINT/: what the run is, and everything that it wrote.
 
-It keeps the experiment's file as it was (`experiment.py`), the options as typed (`source.json`) and a description
-(`config.json`), which is for people and tools: a run is opened again by running the copy, never from the description.
+The folder keeps a copy of the experiment's file (`experiment.py`), the options as typed
+(`source.json`) and a description (`config.json`) for people and tools. A run is opened again by
+running the copy, never from the description.
 """
 
 import contextlib
@@ -31,18 +32,30 @@ from jaxformer.runs.metrics import read_records
 from jaxformer.training.experiment import Experiment
 
 log = logging.getLogger("jaxformer")
-ENVIRONMENT = "python", "platform", "packages", "commit", "uncommitted_changes", "device", "device_count", "data_digest"
-LEFT_OVER = 3600  # seconds after which nobody is still writing a report's file
-ALLOWED = {"allowed": True}  # in the digest of code that the user trusted, but did not train with
-# fields that came after some runs, with the value that says what those runs did
+ENVIRONMENT = (
+    "python",
+    "platform",
+    "packages",
+    "commit",
+    "uncommitted_changes",
+    "device",
+    "device_count",
+    "data_digest",
+)
+LEFT_OVER = 3600  # seconds after which an unfinished file of a report is nobody's any more
+ALLOWED = {"allowed": True}  # marks the digest of code that the user trusted without training it
+# Fields that are newer than some runs, with the value that says what those runs did.
 ADDED: dict[str, Any] = {"ema_warmup": 1, "references": {}}
-# fields whose default was another one when some runs began; the descriptions of runs hold it
+# Fields whose default was another one when some runs began. The runs' descriptions have it.
 CHANGED = ("optimizer.not_decayed",)
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The names of its files. The folder may be a URL, such as gs://bucket/runs/quickstart-1a2b3c4d."""
+    """The files of a run's folder.
+
+    The folder may be a URL, such as gs://bucket/runs/quickstart-1a2b3c4d.
+    """
 
     path: epath.Path
 
@@ -59,7 +72,10 @@ class RunFolder:
     result = property(lambda self: self.path / "result.json")
 
     def read_json(self, file: epath.Path, **keys: type) -> dict[str, Any]:
-        """The object in a JSON file of this folder. No link below the folder is followed: a stranger may have made it."""
+        """The object in a JSON file of this folder.
+
+        No link below the folder is followed, because a stranger may have made it.
+        """
         return config.read_json(file, "", self.path, **keys)
 
     def read_text(self, file: epath.Path) -> str:
@@ -71,14 +87,18 @@ class RunFolder:
         config.write_atomically(file, text, self.path)
 
     def remove_unfinished(self) -> None:
-        """Removes what killed processes began to write in this run. Call it while its lock is held.
+        """Removes the files that killed processes did not finish. Call it while its lock is held.
 
-        Nobody else writes the trainer's own files. A report or a picture may be another process's: an old one is left over.
+        Only the trainer writes its own files. An unfinished report or picture may still be written
+        by another process, so only old ones are removed.
         """
         files = [self.config, self.experiment, self.source, self.environment]
         files += [self.metrics, self.goodput, self.tokenizer, self.result]
         own_names = "|".join(re.escape(file.name) for file in files)
-        for folder, names in ((self.path, own_names), (self.for_library(self.samples), r"step-[0-9]+\.txt")):
+        for folder, names in (
+            (self.path, own_names),
+            (self.for_library(self.samples), r"step-[0-9]+\.txt"),
+        ):
             for name in storage.list_names(folder):
                 found = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.unfinished", name)
                 if found is None:
@@ -89,24 +109,34 @@ class RunFolder:
                         (folder / name).unlink()
 
     def for_library(self, folder: epath.Path) -> epath.Path:
-        """A folder below this one, for a library that opens its files itself. Raises ConfigError where it is a link."""
+        """A folder below this one, for a library that opens its files itself.
+
+        Raises ConfigError where the folder is a link.
+        """
         no_links.check_folder(folder, self.path)
         return folder
 
     def description(self) -> dict[str, Any]:
-        """What `config.json` says, with fields that were `ADDED` since; empty where there is none."""
+        """The contents of `config.json`, with missing `ADDED` fields; empty without a file."""
         return ADDED | self.read_json(self.config, name=str) if storage.exists(self.config) else {}
 
     def last_scores(self) -> dict[str, Any]:
-        """The scores of result.json, else those of the last evaluation that metrics.jsonl has; empty where there are none."""
+        """The scores of result.json, else those of metrics.jsonl's last evaluation, else {}."""
         with contextlib.suppress(ConfigError):  # no result yet, or a damaged one
             return config.with_numbers(self.read_json(self.result, validation=dict)["validation"])
         records = [record for record in read_records(self.metrics) if "validation_loss" in record]
-        return {name.removeprefix("validation_"): value for name, value in records[-1].items()} if records else {}
+        return (
+            {name.removeprefix("validation_"): value for name, value in records[-1].items()}
+            if records
+            else {}
+        )
 
 
 def other_text(folders: Sequence[RunFolder]) -> str:
-    """Why the last scores of these runs cannot be compared: they are of other texts. Empty where they can."""
+    """Why the last scores of these runs cannot be compared; empty where they can.
+
+    They cannot if they are of different texts.
+    """
     scored = [(folder.path.name, folder.last_scores(), _data_digest(folder)) for folder in folders]
     scored = [one for one in scored if one[1]]
     if any(not _alike(scored[0][1], scores) for _, scores, _ in scored):
@@ -119,18 +149,24 @@ def other_text(folders: Sequence[RunFolder]) -> str:
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs were scored on as many tokens, or where these are not known on as many examples."""
+    """Whether two runs were scored on as many tokens, or, where these are unknown, examples."""
     if "tokens" in one and "tokens" in other:
         return one["tokens"] == other["tokens"]
-    # a record of a run that goes on has the examples only where they are not all
-    examples = [None if str(scores.get("scored", "")).startswith("all") else scores.get("examples") for scores in (one, other)]
+    # The record of a run that goes on has the number of examples only where it is not all.
+    examples = [
+        None if str(scores.get("scored", "")).startswith("all") else scores.get("examples")
+        for scores in (one, other)
+    ]
     return examples[0] == examples[1]
 
 
 def part_scored(scores: dict[str, Any]) -> str:
-    """What a run's last scores are of, in words."""
-    examples, tokens = scores.get("examples"), scores.get("tokens")
-    words = scores.get("scored") or (f"the first {examples:,.0f} examples" if examples else "all examples")
+    """The part of the split that a run's last scores are of, in words."""
+    examples = scores.get("examples")
+    tokens = scores.get("tokens")
+    words = scores.get("scored") or (
+        f"the first {examples:,.0f} examples" if examples else "all examples"
+    )
     return f"{words}, {tokens:,.0f} tokens" if tokens else words
 
 
@@ -142,17 +178,19 @@ def _data_digest(folder: RunFolder) -> str:
 
 
 def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:
-    """Where this experiment lives: its name and the fingerprint of what decides its numbers."""
-    resolve(runs)  # refuses a URL that checkpoints cannot go to
+    """The folder of an experiment: its name and the fingerprint of all that decides its numbers."""
+    resolve(runs)  # raises for a URL that checkpoints cannot be written to
     return RunFolder(epath.Path(runs) / f"{experiment.name}-{config.fingerprint(experiment)}")
 
 
 def as_it_began(folder: RunFolder, experiment: Experiment) -> Experiment:
-    """The experiment with the defaults with which its run began, so that it goes on as it began.
+    """The experiment with the defaults that its run began with, so that the run goes on the same.
 
-    The name of the folder does not tell a default from another one, because it only digests what differs from the defaults.
+    The folder's name does not tell old defaults from new ones, because it digests only what differs
+    from the defaults.
     """
-    began, now = config.flat(folder.description()), config.flat(config.describe(experiment))
+    began = config.flat(folder.description())
+    now = config.flat(config.describe(experiment))
     for path in (*ADDED, *CHANGED):
         if path in began and path in now and began[path] != now[path]:
             *outer, field = path.split(".")
@@ -161,58 +199,80 @@ def as_it_began(folder: RunFolder, experiment: Experiment) -> Experiment:
 
 
 def _with_field(value: Any, outer: list[str], field: str, to: Any) -> Any:
-    """A copy of a config in which a field, or that of the config in the fields `outer`, has another value."""
+    """A copy of a config with another value in `field` of the config at the path `outer`."""
     if not outer:
         return replace(value, **{field: to})
     return replace(value, **{outer[0]: _with_field(getattr(value, outer[0]), outer[1:], field, to)})
 
 
 def open_experiment(folder: RunFolder) -> Experiment:
-    """The experiment of a run: the copy of its file, run again. Raises ConfigError where it is no longer the same.
+    """The experiment of a run: its file's copy is run again. Raises ConfigError if it changed.
 
-    Its code runs only where this user's trainer wrote it on this machine, or `allow` was called.
+    The code runs only where this user's trainer wrote it on this machine, or `allow` was called.
     """
     if not storage.is_file(folder.config):
-        raise ConfigError(f"{folder.path}: no run folder, it has no config.json; the command `runs` lists all")
+        raise ConfigError(
+            f"{folder.path}: no run folder, it has no config.json; the command `runs` lists all"
+        )
     if not storage.is_file(folder.experiment):
-        raise ConfigError(f"{folder.path}: no copy of its experiment's file (it was trained from Python); open it from there")
+        raise ConfigError(
+            f"{folder.path}: no copy of its experiment's file (it was trained from Python); open it"
+            " from there"
+        )
     from jaxformer.runs.names import NAMES
 
     text, facts = _code(folder)
-    changed = [path for path, expected in facts["imports"].items() if _digest(Path(path)) != expected]
+    changed = [
+        path for path, expected in facts["imports"].items() if _digest(Path(path)) != expected
+    ]
     if trust.is_trusted(trust.digest(text, facts)) or _is_allowed(folder, text, facts, changed):
         source = config.again(folder.experiment, facts, text)
     elif (path := config.in_library(text)) is not None and not facts["overrides"]:
-        source, facts["imports"] = config.read(str(path)), {}  # nothing of the folder runs: neither its path nor its options
+        # Nothing of the folder runs: neither its path nor its options.
+        source = config.read(str(path))
     else:
-        unknown = "this user did not train it on this machine, and to open the run is to run this file"
+        unknown = (
+            "this user did not train it on this machine, and to open the run is to run this file"
+        )
         advice = "read it and source.json, then add --trust (in Python: open_run(..., trust=True))"
         raise ConfigError(f"{folder.experiment}: {unknown}; {advice}")
     experiment = config.override(source.experiment, source.overrides, {**NAMES, "": source.names})
     experiment = as_it_began(folder, experiment)
-    advice = f"; {', '.join(changed)} changed since this run began" if changed else "; is this library another version?"
+    advice = (
+        f"; {', '.join(changed)} changed since this run began"
+        if changed
+        else "; is this library another version?"
+    )
     if different := differences(folder.description(), experiment):
-        raise ConfigError(f"{folder.path}: no longer the experiment that it was: {'; '.join(different)}{advice}")
+        raise ConfigError(
+            f"{folder.path}: no longer the experiment that it was: {'; '.join(different)}{advice}"
+        )
     if changed:
         log.warning("%s: %s changed since this run began", folder.path, ", ".join(changed))
     return experiment
 
 
-def _is_allowed(folder: RunFolder, text: str, facts: dict[str, Any], changed: Sequence[str]) -> bool:
-    """Whether the user has read and trusted this code (`allow`). Raises ConfigError where what it imports is another code now.
+def _is_allowed(
+    folder: RunFolder, text: str, facts: dict[str, Any], changed: Sequence[str]
+) -> bool:
+    """Whether the user trusted this code (`allow`). Raises ConfigError where its imports changed.
 
-    What another user's run imports lies where others may write. Of a run that this user trained it is the user's own.
+    What another user's run imports lies where others may write. The imports of a run that this
+    user trained are the user's own.
     """
     if not trust.is_trusted(trust.digest(text, facts | ALLOWED)):
         return False
     if other := [path for path in changed if os.path.lexists(path)]:
-        problem = f"{', '.join(other)} changed since this run began, so it is not the code that you trusted"
+        problem = (
+            f"{', '.join(other)} changed since this run began, so it is not the code that you"
+            " trusted"
+        )
         raise ConfigError(f"{folder.path}: {problem}; nothing was run; put back the file as it was")
     return True
 
 
 def _digest(path: Path) -> str | None:
-    """The sha256 of a file; None where there is none, or one that is too large to be code."""
+    """The sha256 of a file; None where there is none, or where it is too large to be code."""
     try:
         return hashlib.sha256(config.read_bytes(path)).hexdigest()
     except (OSError, ConfigError):
@@ -220,33 +280,44 @@ def _digest(path: Path) -> str | None:
 
 
 def allow(folder: RunFolder) -> None:
-    """Trusts the code of a run's folder, as it is now. Raises ConfigError where that cannot be kept."""
+    """Trusts the present code of a run's folder. Raises ConfigError where that cannot be stored."""
     try:
         text, facts = _code(folder)
         trust.add(trust.digest(text, facts | ALLOWED))
     except OSError as error:
-        raise ConfigError(f"{folder.path}: cannot be trusted: {error}; set XDG_STATE_HOME to a folder of yours") from None
+        raise ConfigError(
+            f"{folder.path}: cannot be trusted: {error}; set XDG_STATE_HOME to a folder of yours"
+        ) from None
 
 
 def _code(folder: RunFolder) -> tuple[str, dict[str, Any]]:
-    """The code that opening a run executes: the copy of its experiment's file, and how it was run."""
-    return folder.read_text(folder.experiment), folder.read_json(folder.source, path=str, overrides=list, imports=dict)
+    """The code that opening a run executes: the file's copy, and how it was run (source.json)."""
+    return folder.read_text(folder.experiment), folder.read_json(
+        folder.source, path=str, overrides=list, imports=dict
+    )
 
 
 def differences(description: dict, experiment: Experiment) -> list[str]:
-    """A line for each field that decides numbers and is not as described. A new field with its default is no difference."""
+    """A line for each field that decides numbers and is not as described.
+
+    A new field with its default is no difference.
+    """
     new_defaults = config.flat(config.describe(experiment)).keys() - config.flat(description).keys()
     new_defaults -= config.flat(config.changes(experiment)).keys()
-    return compare(description, config.describe(experiment), config.execution_fields(experiment) | new_defaults)
+    return compare(
+        description, config.describe(experiment), config.execution_fields(experiment) | new_defaults
+    )
 
 
 def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
-    """The runs of the experiment `name`, or all, the newest last. One whose description is damaged is left out."""
+    """The runs of the experiment `name`, or all, the newest last; without damaged ones."""
     folders = []
     for path in (epath.Path(runs) / each for each in storage.list_names(runs)):
         folder = RunFolder(path)
         try:
-            if storage.exists(folder.config) and (folder.description().get("name") == name or name is None):
+            if storage.exists(folder.config) and (
+                folder.description().get("name") == name or name is None
+            ):
                 folders.append(folder)
         except ConfigError as error:
             log.warning("this run is left out: %s", error)
@@ -260,21 +331,34 @@ def _last_written(folder: RunFolder) -> float:
 
 def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozenset()) -> list[str]:
     """A line for each field in which two descriptions differ."""
-    return [f"{name}: {old} -> {new}" for name, (old, new) in config.diff(one, other).items() if name not in ignore]
+    return [
+        f"{name}: {old} -> {new}"
+        for name, (old, new) in config.diff(one, other).items()
+        if name not in ignore
+    ]
 
 
 def introduce(experiment: Experiment, runs: epath.PathLike) -> list[str]:
-    """What a new run prints of the other runs of its experiment, the three newest."""
-    described, ignore = config.describe(experiment), config.execution_fields(experiment)
+    """A new run's lines about the three newest other runs of its experiment."""
+    described = config.describe(experiment)
+    ignore = config.execution_fields(experiment)
 
     def different(other):
-        return "; ".join(compare(other.description(), described, ignore)) or "nothing that is described"
+        return (
+            "; ".join(compare(other.description(), described, ignore))
+            or "nothing that is described"
+        )
 
-    return [f"a new run: {other.path} differs in {different(other)}" for other in runs_of(experiment.name, runs)[-3:]]
+    return [
+        f"a new run: {other.path} differs in {different(other)}"
+        for other in runs_of(experiment.name, runs)[-3:]
+    ]
 
 
-def describe(folder: RunFolder, experiment: Experiment, source: config.Source | None, data_digest: str) -> list[str]:
-    """Writes what the run is; returns a line for each field that is not as it was at the last start."""
+def describe(
+    folder: RunFolder, experiment: Experiment, source: config.Source | None, data_digest: str
+) -> list[str]:
+    """Writes what the run is. Returns a line for each field that changed since the last start."""
     described = config.describe(experiment)
     earlier = folder.description()
     changed = compare(earlier, described) if earlier else []
@@ -291,20 +375,30 @@ def describe(folder: RunFolder, experiment: Experiment, source: config.Source | 
 
 
 def environment(data_digest: str) -> dict:
-    """Versions, commit, device and data: what a number depends on beside its config."""
+    """Versions, commit, device and data: all that numbers depend on beside the config."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     devices = jax.devices()
     return {
-        "python": platform.python_version(), "platform": platform.platform(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
         "packages": {name: importlib.metadata.version(name) for name in packages},
-        "commit": _git("rev-parse", "HEAD"), "uncommitted_changes": bool(_git("status", "--porcelain")),
-        "device": devices[0].device_kind, "device_count": len(devices), "data_digest": data_digest,
-    }  # fmt: skip
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "device": devices[0].device_kind,
+        "device_count": len(devices),
+        "data_digest": data_digest,
+    }
 
 
 def _git(*arguments: str) -> str | None:
     try:
-        process = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+        process = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout.strip() if process.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""The parameters that a run starts from: `Experiment.initial`, read, checked and told apart from those of another model."""
+"""The parameters that a run starts from: reads `Experiment.initial` and checks it."""
 
 import logging
 import os
@@ -24,7 +24,10 @@ log = logging.getLogger("jaxformer")
 
 
 def from_text(text: str, runs: epath.PathLike = "runs", field: str = "initial") -> FromRun | None:
-    """The run that a text names: by its folder, by its name in `runs`, or an experiment's newest one. None: no run of ours."""
+    """The run that a text names: a run's folder, its name in `runs`, or an experiment's name.
+
+    An experiment's name means its newest run. None: the text names no run of ours.
+    """
     path = epath.Path(text).expanduser()
     if storage.is_dir(path / "checkpoints"):
         return FromRun(text)
@@ -32,25 +35,35 @@ def from_text(text: str, runs: epath.PathLike = "runs", field: str = "initial") 
         inside = epath.Path(runs) / text
         if storage.is_dir(inside / "checkpoints"):
             return FromRun(str(inside))
-        if found := [folder.path for folder in runs_of(text, runs) if storage.is_dir(folder.checkpoints)]:
+        if found := [
+            folder.path for folder in runs_of(text, runs) if storage.is_dir(folder.checkpoints)
+        ]:
             log.info("%s=%s: the newest run is %s", field, text, found[-1])
             return FromRun(str(found[-1]))
     if storage.is_file(path / "config.json") or not storage.exists(path):
         return None
-    raise ConfigError(f"{field}={text}: neither a run's folder nor one with a Hugging Face config.json")
+    raise ConfigError(
+        f"{field}={text}: neither a run's folder nor one with a Hugging Face config.json"
+    )
 
 
 def first_params(
-    initial: Callable | str | os.PathLike | None, model: Any, recipe: Recipe, runs: epath.PathLike = "runs",
+    initial: Callable | str | os.PathLike | None,
+    model: Any,
+    recipe: Recipe,
+    runs: epath.PathLike = "runs",
     weights_of: Callable[[str], Callable] | None = None,
-) -> params.Tree:  # fmt: skip
-    """The tree that trains, from `initial` (None: random), with factors and the objective's own as declared.
+) -> params.Tree:
+    """The tree that trains, from `initial`. None: random parameters.
 
-    ConfigError for wrong shapes. `weights_of(text)` reads a text that names no run of ours.
+    Factors of an adaptation and the objective's own parameters start as declared.
+    `weights_of(text)` reads a text that names no run of ours. Raises ConfigError for wrong shapes.
+
     """
     if initial is None:
         return None
-    model_spec, key = models.spec(model), params.random_key(recipe.seed)
+    model_spec = models.spec(model)
+    key = params.random_key(recipe.seed)
     tree = read_params("initial", initial, model, key, runs, weights_of)
     if "weights" in recipe.spec and "weights" not in model_spec:
         tree = {"weights": tree}
@@ -61,32 +74,50 @@ def first_params(
 
 
 def read_params(
-    field: str, initial: Callable | str | os.PathLike, model: Any, key: jax.Array, runs: epath.PathLike = "runs",
+    field: str,
+    initial: Callable | str | os.PathLike,
+    model: Any,
+    key: jax.Array,
+    runs: epath.PathLike = "runs",
     weights_of: Callable[[str], Callable] | None = None,
-) -> params.Tree:  # fmt: skip
-    """The parameters of a model, in float32, that the experiment's `field` names. ConfigError for wrong shapes.
+) -> params.Tree:
+    """The parameters, in float32, that the experiment's `field` names for a model.
 
-    Shapes do not tell the base of a rotation, a mask or an activation: a warning names the fields that differ.
+    Raises ConfigError for wrong shapes. Shapes do not show the base of a rotation, a mask or an
+    activation, so a warning names the fields that differ.
     """
-    model_spec, start = models.spec(model), initial
+    model_spec = models.spec(model)
+    start = initial
     if isinstance(start, str | os.PathLike):
         text = os.fspath(start)
         start = from_text(text, runs, field)
         if start is None and weights_of is None:
             raise ConfigError(
-                f"{field}={text}: no run of that name; weights of Hugging Face are families.HuggingFace({text!r})"
+                f"{field}={text}: no run of that name; weights of Hugging Face are"
+                f" families.HuggingFace({text!r})"
             )
         start = start or weights_of(text)  # type: ignore[misc]
     tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), _read(start, model_spec, key))
     if problem := params.mismatch(model_spec, tree):
-        raise ConfigError(f"{field}={initial}: parameter {problem}; give the model the sizes and heads of those weights")
+        raise ConfigError(
+            f"{field}={initial}: parameter {problem}; give the model the sizes and heads of those"
+            " weights"
+        )
     if differing := getattr(start, "differences", lambda model: [])(model):
-        log.warning("%s=%s: the model differs from that of these weights in %s", field, initial, "; ".join(differing))
+        log.warning(
+            "%s=%s: the model differs from that of these weights in %s",
+            field,
+            initial,
+            "; ".join(differing),
+        )
     return tree
 
 
 def _read(start: Callable, spec: params.Tree, key: jax.Array) -> params.Tree:
-    """The parameters of `start`; of a run that trained an adaptation, which only its experiment can merge, merged."""
+    """The parameters of `start`; a run's adaptation is merged.
+
+    Only the run's own experiment can merge it.
+    """
     if not isinstance(start, FromRun) or start.description().get("adaptation") is None:
         return start(spec, key)
     folder = RunFolder(epath.Path(start.path).expanduser())

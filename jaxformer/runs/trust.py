@@ -1,7 +1,8 @@
-"""Which experiments this user's trainer wrote on this machine: opening a run runs the experiment file that its folder keeps.
+"""Which experiments this user's trainer wrote on this machine.
 
-A run folder may come from anybody. So the trainer leaves the digest of what it wrote as an empty file in the user's own state
-folder. The content decides: a run that is moved or copied keeps its trust, one that is edited loses it.
+To open a run is to run the experiment file in its folder, and a run folder may come from anybody.
+So the trainer leaves the digest of what it wrote as an empty file in the user's own state folder.
+The content decides: a run that is moved or copied keeps its trust, one that is edited loses it.
 """
 
 import hashlib
@@ -16,13 +17,17 @@ from jaxformer.errors import ConfigError
 
 
 def digest(text: str, facts: dict[str, Any]) -> str:
-    """sha256 of an experiment file and of source.json: the file's path, its options, its imports."""
+    """The sha256 of an experiment file and of source.json: the file's path, options and imports."""
     return hashlib.sha256(json.dumps([text, facts], sort_keys=True).encode()).hexdigest()
 
 
 def folder() -> Path:
-    """Where the digests are. Others must not write there."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "jaxformer" / "experiments"
+    """The folder of the digests. Others must not be able to write there."""
+    return (
+        Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        / "jaxformer"
+        / "experiments"
+    )
 
 
 def add(digest: str) -> None:
@@ -39,7 +44,7 @@ def add(digest: str) -> None:
 def is_trusted(digest: str) -> bool:
     """Whether `add` was called with a digest.
 
-    ConfigError where somebody else could have done so, OSError where that cannot be known.
+    Raises ConfigError where somebody else could have done so, OSError where that is unknown.
     """
     path = folder() / digest
     try:
@@ -54,5 +59,6 @@ def _check_private() -> None:
     status = folder().lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise ConfigError(
-            f"{folder()}: must be a folder of yours that nobody else can write; try `chmod 700`, or XDG_STATE_HOME"
+            f"{folder()}: must be a folder of yours that nobody else can write; try `chmod 700`,"
+            " or XDG_STATE_HOME"
         )

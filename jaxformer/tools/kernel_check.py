@@ -17,7 +17,7 @@ from jaxformer.ops.attention.reference import reference
 from jaxformer.ops.bias import alibi
 
 BATCH = 3
-RATE = 0.3  # of dropped weights
+RATE = 0.3  # the dropout rate
 # Differences are divided by 1 + the largest number of the reference. In 32 bits, gradients are sums
 # of some hundred terms of order one, twice through a product; a rounding is 6e-8. In 16 bits,
 # weights, their gradients and the result are rounded once each, by 2^-8 of themselves.
@@ -34,7 +34,7 @@ class Case:
     S: int = 127  # keys
     heads: tuple[int, int] = (4, 2)  # N, K
     value_width: int | None = None  # None: as wide as the keys
-    large_scores: bool = False  # up to 128 instead of some: exp() of one would overflow
+    large_scores: bool = False  # scores of up to 128, whose exp() would overflow
 
     def __str__(self) -> str:
         words = [f"{self.T} x {self.S}", self.mask, *self.options]
@@ -73,7 +73,7 @@ MASKS: dict[str, Callable[[np.random.Generator, int, int], Mask]] = {
     "lengths": _lengths,
     "hidden keys": lambda rng, T, S: ~causal(),  # the last query sees none
 }
-# what a call has besides a mask: draws (rng, B, N, T, S) -> fields of `Call`
+# the options of a call besides its mask: functions (rng, B, N, T, S) -> fields of `Call`
 OPTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "bias": lambda rng, B, N, T, S: {"bias": _normal(rng, B, N, T, S)},
     "bias by key": lambda rng, B, N, T, S: {"bias": _normal(rng, 1, N, 1, S)},
@@ -130,10 +130,10 @@ def random_cases(count: int, seed: int = 0) -> tuple[Case, ...]:
 
 @dataclass(frozen=True)
 class Result:
-    """What the comparison of one case found."""
+    """The result of the comparison of one case."""
 
     case: Case
-    refuses: str | None  # what the kernel says that it lacks; then nothing was computed
+    refuses: str | None  # the reason why the kernel refuses the case; then nothing was computed
     differences: dict[str, float]  # of the output, and of the gradient of each array
 
     def largest(self) -> float:
@@ -143,7 +143,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of all cases. Printed, it is a table."""
+    """The results of all cases; `str` makes a table."""
 
     name: str  # of the kernel
     tolerance: float
@@ -159,8 +159,8 @@ class Report:
         title = f"largest difference from the reference (at most {self.tolerance:.1e})"
         lines = [f"{self.name}: {title}"]
         for result in self.results:
-            found = f"refuses: {result.refuses}" if result.refuses else self._differences(result)
-            lines.append(f"{result.case!s:<{width}}  {found}")
+            verdict = f"refuses: {result.refuses}" if result.refuses else self._differences(result)
+            lines.append(f"{result.case!s:<{width}}  {verdict}")
         return "\n".join(lines)
 
     def _differences(self, result: Result) -> str:
@@ -183,14 +183,15 @@ def check_kernel(
 ) -> Report:
     """Compares a kernel with the reference, prints a table, and returns it as a `Report`.
 
-    Compared are outputs and gradients (of query, key, value, a bias that is an array, and sinks),
-    over masks, biases, softcaps, sinks, dropped weights, grouped heads and odd lengths: `cases`,
-    and `draws` cases that have several of them. The reference computes in float32 what a kernel
-    computes in 16 bits. Call it for each `dtype` and `head_width` (H) that the kernel has.
-    `gradients=False` is for a kernel that has none. `tolerance`: 2e-5 in 32 bits, 2^-6 in 16 bits,
-    of 1 + the largest number (a kernel whose float32 products are TF32 needs 2e-3).
+    It compares outputs and gradients (of query, key, value, sinks, and a bias that is an array).
+    Each of `cases` varies one thing: masks, biases, softcaps, sinks, dropout, grouped heads, odd
+    lengths. `draws` is the number of random cases that combine several of these. If the kernel
+    computes in 16 bits, the reference computes in float32. Call it for each `dtype` and
+    `head_width` (H) that the kernel supports. `gradients=False` is for a kernel without gradients.
+    `tolerance` is relative to 1 + the largest number; the default is 2e-5 in 32 bits and 2^-6 in
+    16 bits (a kernel whose float32 products are TF32 needs 2e-3).
 
-    Raises AssertionError where a difference is larger, and where the kernel refuses every case.
+    Raises AssertionError if a difference is larger, and if the kernel refuses every case.
     """
     dtype = jnp.dtype(dtype)
     tolerance = TOLERANCES[dtype.itemsize] if tolerance is None else tolerance
@@ -226,7 +227,8 @@ def _compare(
         return Result(case, reason, {})
     B, T, N, _ = arrays["query"].shape
     Hv = arrays["value"].shape[-1]
-    # so that d_out · out is of order 2 for heads of any width: the gradient of a score is a difference of such sums
+    # The gradient of a score is a difference of sums d_out · out. With this factor they are of
+    # order 2 for heads of any width.
     d_out = (_normal(rng, B, T, N, Hv) * (2 * Hv**-0.5)).astype(dtype)
 
     def exact(query, key, value, call):
@@ -249,7 +251,7 @@ def _draw(case: Case, rng: np.random.Generator, H: int, dtype: Any) -> tuple[dic
         "value": (BATCH, case.S, K, case.value_width or H),
     }
     arrays: dict[str, Any] = {name: _normal(rng, *shape) for name, shape in shapes.items()}
-    if case.large_scores:  # whole numbers: a score of them is exact in any order of summation
+    if case.large_scores:  # scores of integers are exact in any order of summation
         small = {name: rng.integers(-8, 9, shapes[name]) for name in ("query", "key")}
         arrays |= {name: jnp.asarray(x, jnp.float32) for name, x in small.items()}
         fields["scale"] = 0.125
@@ -260,7 +262,7 @@ def _draw(case: Case, rng: np.random.Generator, H: int, dtype: Any) -> tuple[dic
 
 
 def _in_float32(tree: Any) -> Any:
-    """Arrays of 16 bits in 32 bits; those of 64 bits stay what they are."""
+    """Arrays of 16 bits become float32; arrays of 64 bits stay unchanged."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
 
@@ -271,14 +273,14 @@ def _with(call: Call, arrays: dict[str, Any]) -> tuple[Array, Array, Array, Call
 
 
 def _refusal(kernel: Kernel, arrays: dict[str, Any], call: Call) -> str | None:
-    """What the kernel says that it lacks. As in a model, it sees no value of an array."""
-    found: list[str | None] = []
+    """The reason why the kernel refuses the call, or None. As in a model, arrays are traced."""
+    reasons: list[str | None] = []
 
     def ask(arrays, call):
-        found.append(kernel.lacks(*_with(call, arrays)))
+        reasons.append(kernel.lacks(*_with(call, arrays)))
 
     jax.eval_shape(ask, arrays, call)
-    return found[0]
+    return reasons[0]
 
 
 def _outcome(
@@ -297,18 +299,21 @@ def _outcome(
         if not gradients:
             return {"output": output(call, arrays)}
         out, pullback = jax.vjp(partial(output, call), arrays)
-        (found,) = pullback(d_out)
-        of_arrays = {name: x for name, x in found.items() if isinstance(x, Array)}
-        return {"output": out, **{f"gradient of {name}": x for name, x in of_arrays.items()}}
+        (gradients_of,) = pullback(d_out)
+        results = {"output": out}
+        for name, gradient in gradients_of.items():
+            if isinstance(gradient, Array):
+                results[f"gradient of {name}"] = gradient
+        return results
 
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(run)(arrays, call, d_out)
-    output_first = sorted(found, key=lambda name: name != "output")
-    return {name: np.asarray(found[name], np.float64) for name in output_first}
+        results = jax.jit(run)(arrays, call, d_out)
+    output_first = sorted(results, key=lambda name: name != "output")
+    return {name: np.asarray(results[name], np.float64) for name in output_first}
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, divided by 1 + the largest number; NaN where either is no number."""
+    """The largest difference divided by 1 + the largest number; NaN if a number is NaN."""
     if expected.size == 0:
         return 0.0
     return float(np.max(np.abs(found - expected)) / (1 + np.max(np.abs(expected))))

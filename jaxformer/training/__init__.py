@@ -1,4 +1,4 @@
-"""The parts of an experiment, and its step. What an experiment file needs is here."""
+"""The parts of an experiment and its training step: the names that an experiment file imports."""
 
 # ruff: noqa: F401 (names that the package offers)
 from jaxformer.objectives import (

@@ -1,8 +1,9 @@
-"""Optimizers as configs: `optimizer(spec) -> optax.GradientTransformation`, or any function of yours that returns one.
+"""Optimizers as configs: `optimizer(spec) -> optax.GradientTransformation`.
 
-The optimizers here are built for a learning rate of one; the train step multiplies by the rate of the step. So the rate
-that is logged is the rate that was used, also after steps that were skipped. `learning_rate` is the peak of a schedule.
-A transformation of your own may carry its rate: the schedule is then a factor, whose peak is 1.
+Your own function of that form works as well. The optimizers here have a learning rate of 1, and the
+train step multiplies their updates by the rate of the step. So the logged rate is the rate that was
+used, also after skipped steps. `learning_rate` is the peak of a schedule. A transformation of your
+own may include its rate: the schedule is then a factor with a peak of 1.
 """
 
 import math
@@ -19,7 +20,8 @@ from jaxformer.config import check_types, patterns
 from jaxformer.errors import ConfigError
 from jaxformer.params import Tree
 
-OUTER = {"vocab", "channel", "class"}  # axes that only matrices of the first and the last layer have
+# axes that occur only in matrices of the first and the last layer
+OUTER = {"vocab", "channel", "class"}
 
 
 def _check(optimizer) -> None:
@@ -31,7 +33,8 @@ def _check(optimizer) -> None:
     decay = getattr(optimizer, "weight_decay", 0.0)
     if not (math.isfinite(decay) and decay >= 0):
         raise ConfigError(f"optimizer.weight_decay={decay}: must be finite and at least 0")
-    for name in ("b1", "b2", "momentum"):  # 1 never forgets: the correction of Adam divides by 1 - b^t
+    # 1 never forgets: the correction of Adam divides by 1 - b^t
+    for name in ("b1", "b2", "momentum"):
         share = getattr(optimizer, name, 0.0)
         if not 0 <= share < 1:
             raise ConfigError(f"optimizer.{name}={share}: must be in [0, 1)")
@@ -64,30 +67,43 @@ class AdamW:
     b1: float = 0.9  # decay of the mean of gradients
     b2: float = 0.95  # decay of the mean of their squares
     eps: float = 1e-8  # added to the root of the mean square
-    weight_decay: float = 0.1  # share of a parameter that a step of rate 1 takes away
-    # regular expression: parameters whose path it matches somewhere have no decay; None: all that are no matrix
+    weight_decay: float = 0.1  # a step of rate 1 subtracts this share of a parameter
+    # regular expression: a parameter has no decay if it matches anywhere in the parameter's path;
+    # None: parameters that are not a matrix have none
     not_decayed: str | None = None
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
-        return optax.chain(optax.scale_by_adam(self.b1, self.b2, self.eps), weight_decay(self, spec), optax.scale(-1))
+        return optax.chain(
+            optax.scale_by_adam(self.b1, self.b2, self.eps),
+            weight_decay(self, spec),
+            optax.scale(-1),
+        )
 
 
 @dataclass(frozen=True)
 class Adafactor:
-    """Factored second moments, updates relative to a parameter's scale: Shazeer & Stern 2018. Sides below 128: not factored."""
+    """Factored second moments, and updates relative to a parameter's scale. Shazeer & Stern 2018.
+
+    A matrix with a side below 128 is not factored.
+    """
 
     learning_rate: float = 1e-2  # peak of the schedule
     decay_rate: float = 0.8  # exponent of the second moment's decay
     clipping_threshold: float = 1.0  # largest root mean square of an update
-    weight_decay: float = 0.0  # share of a parameter that a step of rate 1 takes away
-    # regular expression: parameters whose path it matches somewhere have no decay; None: all that are no matrix
+    weight_decay: float = 0.0  # a step of rate 1 subtracts this share of a parameter
+    # regular expression: a parameter has no decay if it matches anywhere in the parameter's path;
+    # None: parameters that are not a matrix have none
     not_decayed: str | None = None
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         factored = optax.scale_by_factored_rms(decay_rate=self.decay_rate)
-        layer = optax.chain(factored, optax.clip_by_block_rms(self.clipping_threshold), optax.scale_by_param_block_rms())
+        layer = optax.chain(
+            factored,
+            optax.clip_by_block_rms(self.clipping_threshold),
+            optax.scale_by_param_block_rms(),
+        )
         return optax.chain(for_each_layer(layer, spec), weight_decay(self, spec), optax.scale(-1))
 
 
@@ -98,18 +114,24 @@ class Lion:
     learning_rate: float = 1e-4  # peak of the schedule
     b1: float = 0.9  # share of the momentum in the update
     b2: float = 0.99  # decay of the momentum
-    weight_decay: float = 1.0  # share of a parameter that a step of rate 1 takes away
-    # regular expression: parameters whose path it matches somewhere have no decay; None: all that are no matrix
+    weight_decay: float = 1.0  # a step of rate 1 subtracts this share of a parameter
+    # regular expression: a parameter has no decay if it matches anywhere in the parameter's path;
+    # None: parameters that are not a matrix have none
     not_decayed: str | None = None
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
-        return optax.chain(optax.scale_by_lion(self.b1, self.b2), weight_decay(self, spec), optax.scale(-1))
+        return optax.chain(
+            optax.scale_by_lion(self.b1, self.b2), weight_decay(self, spec), optax.scale(-1)
+        )
 
 
 @dataclass(frozen=True)
 class Muon:
-    """Orthogonalised momentum for each layer's matrices (Jordan et al. 2024); AdamW for embeddings, heads, norms, biases."""
+    """Orthogonalised momentum for each layer's matrices (Jordan et al. 2024); AdamW for the rest.
+
+    The rest are embeddings, heads, norms and biases.
+    """
 
     learning_rate: float = 2e-2  # peak of the schedule for matrices
     momentum: float = 0.95  # decay of the momentum
@@ -117,23 +139,30 @@ class Muon:
     adam_learning_rate: float = 1e-3  # peak of the same schedule for the rest
     b1: float = 0.9  # of AdamW: decay of the mean of gradients
     b2: float = 0.95  # of AdamW: decay of the mean of their squares
-    weight_decay: float = 0.0  # share of a parameter that a step of rate 1 takes away
-    # regular expression: parameters whose path it matches somewhere have no decay; None: all that are no matrix
+    weight_decay: float = 0.0  # a step of rate 1 subtracts this share of a parameter
+    # regular expression: a parameter has no decay if it matches anywhere in the parameter's path;
+    # None: parameters that are not a matrix have none
     not_decayed: str | None = None
     __post_init__ = _check
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
-        # optax puts an empty node where another optimizer works
+        # optax puts an empty node where another optimizer updates
         def dimensions(leaf, update):
             return muon_dimensions(leaf) if jax.tree.leaves(update) else update
 
         muon = optax.contrib.muon(
-            learning_rate=1.0, ns_steps=self.newton_schulz_steps, beta=self.momentum,
-            weight_decay=self.weight_decay, weight_decay_mask=decayed(self, spec),
+            learning_rate=1.0,
+            ns_steps=self.newton_schulz_steps,
+            beta=self.momentum,
+            weight_decay=self.weight_decay,
+            weight_decay_mask=decayed(self, spec),
             muon_weight_dimension_numbers=lambda updates: jax.tree.map(dimensions, spec, updates),
-        )  # fmt: skip
-        # optax's own Adam part has Nesterov momentum and decays all its parameters, so optax's Muon gets the matrices alone
-        adamw = AdamW(b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, not_decayed=self.not_decayed)
+        )
+        # optax's Muon gets only the matrices: its own Adam part uses Nesterov momentum and decays
+        # all its parameters
+        adamw = AdamW(
+            b1=self.b1, b2=self.b2, weight_decay=self.weight_decay, not_decayed=self.not_decayed
+        )
         others = optax.chain(adamw(spec), optax.scale(self.adam_learning_rate / self.learning_rate))
         return optax.partition({"Muon": muon, "AdamW": others}, jax.tree.map(self.route, spec))
 
@@ -143,7 +172,11 @@ class Muon:
 
 
 def decayed(config: Any, spec: Tree) -> Tree:
-    """True where a parameter has weight decay: where `is_matrix`, or all that `config.not_decayed` does not match."""
+    """True where a parameter has weight decay.
+
+    Without `config.not_decayed` these are the matrices (`is_matrix`), else all that it does not
+    match.
+    """
     if config.not_decayed is None:
         return params.map_with_name(is_matrix, spec)
     return jax.tree.map(lambda matches: not matches, params.mask(spec, config.not_decayed))
@@ -152,28 +185,33 @@ def decayed(config: Any, spec: Tree) -> Tree:
 def is_matrix(path: str, leaf: params.Spec) -> bool:
     """Whether a parameter is the matrix of a product, or the table of tokens.
 
-    Biases, scales, position tables, relative biases, class tokens and mixing weights are not. A module of Flax declares no
-    contraction, but calls its matrices `kernel`.
+    Biases, scales, position tables, relative biases, class tokens and mixing weights are not. A
+    Flax module declares no contraction, but calls its matrices `kernel`.
     """
     is_table = "vocab" in leaf.axes and len(leaf.axes) > 1
     return bool(leaf.contracts) or is_table or path.endswith("kernel")
 
 
 def weight_decay(config: Any, spec: Tree) -> optax.GradientTransformation:
-    """optax's decay on the parameters that `decayed` names."""
+    """optax's weight decay of the parameters for which `decayed` is True."""
     return optax.add_decayed_weights(config.weight_decay, decayed(config, spec))
 
 
-def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.GradientTransformation:
-    """The optimizer for parameters declared by `spec`; where the regular expression `frozen` matches a path, no update.
+def build(
+    optimizer: Callable, spec: Tree, frozen: str | None = None
+) -> optax.GradientTransformation:
+    """The optimizer for parameters declared by `spec`; parameters whose path matches `frozen` stay.
 
-    Frozen parameters and variables have no state. ConfigError where `frozen` matches none or all, or the optimizer makes no
-    transformation; a warning where an alternative in it, as `a` of `a|b`, matches none.
+    `frozen` is a regular expression. Frozen parameters and variables have no optimizer state.
+    Raises ConfigError if `frozen` matches no parameter or all, or if the optimizer makes no
+    transformation. Warns if an alternative in `frozen`, such as `a` in `a|b`, matches none.
     """
     transform = with_rates(optimizer, spec)
     if not isinstance(transform, optax.GradientTransformation):
         kind = type(transform).__name__
-        raise ConfigError(f"optimizer={optimizer}: a {kind}; expected (spec) -> optax.GradientTransformation")
+        raise ConfigError(
+            f"optimizer={optimizer}: a {kind}; expected (spec) -> optax.GradientTransformation"
+        )
     if frozen is not None:
         _check_frozen(spec, frozen)
     without = without_gradient(spec, frozen)
@@ -184,16 +222,20 @@ def build(optimizer: Callable, spec: Tree, frozen: str | None = None) -> optax.G
 
 
 def _check_frozen(spec: Tree, frozen: str) -> None:
-    """Raises ConfigError where the pattern matches no parameter, or every one."""
+    """Raises ConfigError if the pattern matches no parameter, or all of them."""
     matches = jax.tree.leaves(params.mask(spec, frozen))
     if len(set(matches)) == 1:
-        count, example = "every" if matches[0] else "no", next(iter(params.paths(spec)))
-        raise ConfigError(f"frozen={frozen!r} matches {count} parameter; match some of their paths, such as {example}")
+        count = "every" if matches[0] else "no"
+        example = next(iter(params.paths(spec)))
+        raise ConfigError(
+            f"frozen={frozen!r} matches {count} parameter; "
+            f"match some of their paths, such as {example}"
+        )
     patterns.warn_of_idle("frozen", frozen, tuple(params.paths(spec)))
 
 
 def without_gradient(spec: Tree, frozen: str | None) -> Tree:
-    """True where a leaf has no gradient: it is a variable, or the regular expression `frozen` matches its path."""
+    """True where a leaf has no gradient: it is a variable, or `frozen` matches its path."""
 
     def is_held(path, leaf):
         return not leaf.trained or (frozen is not None and re.search(frozen, path) is not None)
@@ -202,12 +244,15 @@ def without_gradient(spec: Tree, frozen: str | None) -> Tree:
 
 
 def with_rates(optimizer: Callable, spec: Tree) -> Any:
-    """The optimizer, its updates times the `rate` of each parameter; the decay of AdamW and Lion is not multiplied."""
+    """The optimizer, its updates multiplied by each parameter's `rate`; decay is not multiplied."""
     if all(leaf.rate == 1 for leaf in jax.tree.leaves(spec)):
         return optimizer(spec)
     if isinstance(optimizer, Muon | Adafactor):
         name = type(optimizer).__name__
-        raise ConfigError(f"optimizer={name}: parameters have rates of their own (MuP), which are for Adam, AdamW and Lion")
+        raise ConfigError(
+            f"optimizer={name}: parameters have rates of their own (MuP), "
+            "which are for Adam, AdamW and Lion"
+        )
     decays = isinstance(optimizer, AdamW | Lion)
     transform = (replace(optimizer, weight_decay=0.0) if decays else optimizer)(spec)
 
@@ -215,15 +260,18 @@ def with_rates(optimizer: Callable, spec: Tree) -> Any:
         return jax.tree.map(lambda u: u * leaf.rate, update)  # none where another optimizer updates
 
     scaled = optax.stateless(lambda updates, _: jax.tree.map(scale, spec, updates))
-    decay = [optax.add_decayed_weights(-optimizer.weight_decay, decayed(optimizer, spec))] if decays else []
-    return optax.chain(transform, scaled, *decay)
+    if not decays:
+        return optax.chain(transform, scaled)
+    decay = optax.add_decayed_weights(-optimizer.weight_decay, decayed(optimizer, spec))
+    return optax.chain(transform, scaled, decay)
 
 
 def muon_dimensions(leaf: params.Spec) -> optax.contrib.MuonDimensionNumbers | None:
-    """A matrix's inputs and outputs; None for Adam, to which optax alone would hand every stacked `[L, D, F]` kernel.
+    """The input and output axes of a matrix that Muon updates; None for a parameter of Adam.
 
-    None too for the first and the last layer, which read or write what is no hidden state: tokens, pixels, classes. A step
-    of equal size in all directions is not right for them (Jordan et al. 2024).
+    Without these numbers optax would give every stacked `[L, D, F]` kernel to Adam. Matrices of the
+    first and the last layer are Adam's too: their inputs or outputs are tokens, pixels or classes,
+    and an update of equal size in all directions does not suit them (Jordan et al. 2024).
     """
     if not leaf.contracts or OUTER.intersection(leaf.axes):
         return None
@@ -233,16 +281,21 @@ def muon_dimensions(leaf: params.Spec) -> optax.contrib.MuonDimensionNumbers | N
 
 
 def stack_sizes(leaf: params.Spec) -> tuple[int, ...]:
-    """The sizes of a parameter's first axes along which parameters are stacked: layers, and in them experts."""
-    count = next((i for i, axis in enumerate(leaf.axes) if axis not in ("layers", "expert")), len(leaf.axes))
+    """The sizes of a parameter's leading stacking axes: layers, then experts."""
+    count = next(
+        (i for i, axis in enumerate(leaf.axes) if axis not in ("layers", "expert")), len(leaf.axes)
+    )
     return leaf.shape[:count]
 
 
-def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax.GradientTransformation:
-    """`transform` of every layer's (and expert's) parameters by themselves, as if they were separate leaves.
+def for_each_layer(
+    transform: optax.GradientTransformation, spec: Tree
+) -> optax.GradientTransformation:
+    """`transform` for each layer's (and expert's) parameters, as if they were separate leaves.
 
-    For what takes a norm or a mean of a leaf, or its shape: a stacked leaf `[L, ...]` is L parameters. Leaves that are
-    stacked alike go through one `jax.vmap`; what the transformation counts, it counts once a layer.
+    A transformation that uses the norm, mean or shape of a leaf needs this, because a stacked leaf
+    `[L, ...]` is L parameters. Leaves with the same stacking axes share one `jax.vmap`. A counter
+    of the transformation then counts once for each layer.
     """
 
     def name(leaf):
@@ -251,14 +304,18 @@ def for_each_layer(transform: optax.GradientTransformation, spec: Tree) -> optax
     groups: dict[Hashable, Any] = {}
     for leaf in jax.tree.leaves(spec):
         init, update = transform.init, transform.update
-        for size in reversed(stack_sizes(leaf)):  # the sizes are given because all leaves of a group may be frozen
+        # the sizes are given because all leaves of a group may be frozen
+        for size in reversed(stack_sizes(leaf)):
             init, update = jax.vmap(init, axis_size=size), jax.vmap(update, axis_size=size)
         groups[name(leaf)] = optax.GradientTransformation(init, update)
     return optax.partition(groups, jax.tree.map(name, spec))
 
 
 def freeze(parameters: Tree, spec: Tree, frozen: str | None) -> Tree:
-    """The parameters; of what `without_gradient` names no gradient is computed, and none is in the norm to clip."""
+    """The parameters, with `stop_gradient` where `without_gradient` is True.
+
+    So no gradient is computed for these, and none is part of the norm that clipping uses.
+    """
     without = without_gradient(spec, frozen)
     if not any(jax.tree.leaves(without)):
         return parameters
@@ -270,8 +327,9 @@ def freeze(parameters: Tree, spec: Tree, frozen: str | None) -> Tree:
 
 
 def routes(optimizer: Any, spec: Tree, frozen: str | None = None) -> dict[str, str]:
-    """For every parameter path, in words, what the optimizer does with it."""
-    decays = getattr(optimizer, "weight_decay", 0) and hasattr(optimizer, "not_decayed")  # a user's own optimizer may not say
+    """{path: how it is updated, in words, such as "AdamW + decay" or "frozen"}."""
+    # a user's own optimizer may not say
+    decays = getattr(optimizer, "weight_decay", 0) and hasattr(optimizer, "not_decayed")
     has_decay = params.paths(decayed(optimizer, spec)) if decays else {}
 
     def route(path, leaf):

@@ -1,8 +1,11 @@
-"""Root mean squares by layer as metrics of training: `Experiment(rms=("activation", "gradient", "update"))`.
+"""Root mean squares by layer as metrics: `Experiment(rms=("activation", "gradient", "update"))`.
 
-The record has `rms/gradient/layers/3` of the fourth layer, `rms/gradient/embedding` and so on; of an encoder-decoder
-`encoder/rms/gradient/layers/3`. An activation is the residual stream after a layer, over all tokens; a gradient is that before
-clipping; an update is what is added to the parameters.
+The record names them `rms/gradient/layers/3` (the fourth layer), `rms/gradient/embedding`, ..., and
+for an encoder-decoder `encoder/rms/gradient/layers/3`.
+
+    activation   the residual stream after a layer, over all tokens
+    gradient     the gradient before clipping
+    update       the difference that the optimizer adds to the parameters
 """
 
 import re
@@ -15,7 +18,7 @@ from jax import Array
 
 from jaxformer import models
 from jaxformer.models.layer import Context, Layers
-from jaxformer.models.stacks import scan
+from jaxformer.models.stacks import layout, scan
 from jaxformer.params import Tree, paths
 
 RESIDUAL = "layers/*/residual"
@@ -27,19 +30,21 @@ def root_mean_square(x: Array) -> Array:
 
 
 def by_layer(kind: str, spec: Tree, tree: Tree) -> dict[str, Array]:
-    """The root mean square of each part of a tree that `spec` declares: `[L]` of the layers, a number of any other part.
+    """{name: root mean square} for each part of a tree: `[L]` for the layers, a number for others.
 
-    Layers that are stored by their place in a pattern (`models.stacks.layout`) are a part for each place: layers_place_0.
+    `spec` declares the tree. Layers that are stored by their place in a pattern
+    (`models.stacks.layout`) are one part for each place: layers_place_0.
     """
     sums: dict[str, tuple[Any, int]] = {}
     leaves = paths(tree)
     for path, leaf in paths(spec).items():
-        rows = leaf.shape[0] if leaf.axes[:1] == ("layers",) else 0
+        layers = leaf.shape[0] if leaf.axes[:1] == ("layers",) else 0
         of_place = re.sub(r"(^|/)layers/(\d+)/", r"\1layers_place_\2/", path)
         key = re.sub(r"^(encoder/|decoder/|)([^/]+).*", rf"\1rms/{kind}/\2", of_place)
         x = jnp.square(leaves[path].astype(jnp.float32))
         total, size = sums.get(key, (0.0, 0))
-        sums[key] = total + jnp.sum(x, axis=tuple(range(rows > 0, x.ndim))), size + x.size // max(rows, 1)
+        axes = tuple(range(1 if layers else 0, x.ndim))
+        sums[key] = (total + jnp.sum(x, axis=axes), size + x.size // max(layers, 1))
     return {name: jnp.sqrt(total / size) for name, (total, size) in sums.items()}
 
 
@@ -48,6 +53,9 @@ class StackWithRms:
     """A stack that also reports the root mean square of the residual stream after each layer."""
 
     stack: Callable
+
+    def spec(self, config: models.ModelConfig) -> Tree:
+        return layout.stack_spec(replace(config, stack=self.stack))
 
     def __call__(self, config: models.ModelConfig, layers: Layers, x: Array, context: Context):
         place = len(context.tap.wanted), RESIDUAL
@@ -59,7 +67,9 @@ class StackWithRms:
 
 
 def with_rms(model: Any) -> Any:
-    """The model with stacks that report; a model of your own as it is."""
+    """The model with stacks that report; your own model unchanged."""
     if isinstance(model, models.EncoderDecoder):
         return replace(model, encoder=with_rms(model.encoder), decoder=with_rms(model.decoder))
-    return replace(model, stack=StackWithRms(model.stack or scan.stack)) if isinstance(model, models.ModelConfig) else model
+    if isinstance(model, models.ModelConfig):
+        return replace(model, stack=StackWithRms(model.stack or scan.stack))
+    return model

@@ -1,11 +1,13 @@
-"""Learning rate schedules as configs: `schedule(experiment) -> (step -> learning rate)`, steps counted from 0.
+"""Learning rate schedules as configs: `schedule(experiment) -> (step -> learning rate)`.
 
-A schedule of your own is a function of that form; one of optax is `lambda experiment: optax.cosine_decay_schedule(...)`.
-The peak is the optimizer's `learning_rate`, or 1 where it has none.
+Steps count from 0.
+Your own schedule is a function of that form. A schedule of optax is
+`lambda experiment: optax.cosine_decay_schedule(...)`. The peak is the optimizer's `learning_rate`,
+or 1 if it has none.
 
-Warm-up step s of w has the share (s + 1) / w of the peak, so no step has rate 0 and step w - 1 has the peak (step 0 without
-a warm-up). The decay begins with the next step, and the last one, number steps - 1, has `final` times the peak. A run of a
-single step has the peak.
+Step s of a warm-up of w steps has (s + 1) / w times the peak. So no step has rate 0, and step w - 1
+has the peak (step 0 without a warm-up). The decay begins with the next step. The last step, number
+steps - 1, has `final` times the peak. A run of one step has the peak.
 """
 
 import math
@@ -22,10 +24,13 @@ Rate = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Noam:
-    """factor * d_model^-0.5 * min(s^-0.5, s * warmup^-1.5). Vaswani et al. 2017, eq. 3. Never ends."""
+    """factor * d_model^-0.5 * min(s^-0.5, s * warmup^-1.5) for s = step + 1.
+
+    Vaswani et al. 2017, eq. 3. It never ends.
+    """
 
     warmup: int = 4000  # steps until the peak
-    factor: float = 1.0  # of the whole; the optimizer's learning_rate is not used
+    factor: float = 1.0  # multiplies the rate; the optimizer's learning_rate is not used
 
     def __call__(self, experiment: Any) -> Rate:
         _check(self, experiment.steps, ends=False)
@@ -47,7 +52,9 @@ class Cosine:
     final: float = 0.1  # share of the peak at the last step
 
     def __call__(self, experiment: Any) -> Rate:
-        return _decay(self, experiment, self.final, shape=lambda done: (1 - jnp.cos(jnp.pi * done)) / 2)
+        return _decay(
+            self, experiment, self.final, shape=lambda done: (1 - jnp.cos(jnp.pi * done)) / 2
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class WSD:
-    """Warm-up, a stable plateau, and a linear decay at the end, to `final` times the peak. Hu et al. 2024."""
+    """Linear warm-up, the peak, and a linear decay at the end to `final` times the peak.
+
+    Hu et al. 2024.
+    """
 
     warmup: int = 0  # steps until the peak
     decay: float = 0.2  # share of the run that decays; 0: none
@@ -73,9 +83,12 @@ class WSD:
         _check(self, steps := experiment.steps)
         if self.decay == 0:
             return _decay(self, experiment, 1.0)
-        last = max(round(steps * self.decay), 1)  # steps below the peak
+        last = max(round(steps * self.decay), 1)  # number of steps below the peak
         if self.warmup and self.warmup + last > steps:
-            overlap = f"overlaps the last {last} of steps={steps}, which decay; lower it or schedule.decay={self.decay}"
+            overlap = (
+                f"overlaps the last {last} of steps={steps}, which decay; "
+                f"lower it or schedule.decay={self.decay}"
+            )
             raise ConfigError(f"schedule.warmup={self.warmup}: {overlap}")
         return _decay(self, experiment, self.final, max(steps - 1 - last, 0))
 
@@ -90,8 +103,17 @@ class Constant:
         return _decay(self, experiment, 1.0)
 
 
-def _decay(schedule: Any, experiment: Any, final: float, start: int | None = None, shape: Callable = lambda x: x) -> Rate:
-    """Warm-up, the peak up to step `start`, then down to `final` times the peak; `shape` maps [0, 1] onto itself."""
+def _decay(
+    schedule: Any,
+    experiment: Any,
+    final: float,
+    start: int | None = None,
+    shape: Callable = lambda x: x,
+) -> Rate:
+    """Linear warm-up, the peak up to step `start`, then a decay to `final` times the peak.
+
+    `shape` maps the share of the decay that is done, in [0, 1], to the share of the way down.
+    """
     _check(schedule, experiment.steps)
     peak, last = getattr(experiment.optimizer, "learning_rate", 1.0), experiment.steps - 1
     warmup = max(schedule.warmup, 1)
@@ -114,7 +136,11 @@ def _check(schedule: Any, steps: int, ends: bool = True) -> None:
         raise ConfigError(f"schedule.factor={factor}: must be a positive finite number")
     if schedule.warmup < 0 or int(schedule.warmup) != schedule.warmup:
         raise ConfigError(
-            f"schedule.warmup={schedule.warmup}: must be a whole number of steps, at least 0; not a share of the run"
+            f"schedule.warmup={schedule.warmup}: must be a whole number of steps, at least 0; "
+            "not a share of the run"
         )
     if ends and schedule.warmup >= steps:
-        raise ConfigError(f"schedule.warmup={schedule.warmup}: must be below steps={steps}; lower it or raise steps")
+        raise ConfigError(
+            f"schedule.warmup={schedule.warmup}: must be below steps={steps}; "
+            "lower it or raise steps"
+        )

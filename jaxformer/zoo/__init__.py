@@ -1,17 +1,18 @@
-"""One file a paper: its equation as a pure function, its mixer or stack, its state in decoding, its presets.
+"""One file a paper: its equation as a function, its mixer or stack, its state, its presets.
 
     from jaxformer.zoo import performer
-    performer.attention(query, key, value, projection)                     # the function alone, in your own code
-    ModelConfig(..., mixer=performer.Performer(features=128))              # as a part of a model
+    performer.attention(query, key, value, projection)          # the function alone, in your code
+    ModelConfig(..., mixer=performer.Performer(features=128))   # as a part of a model
 
-The library imports none of these files by itself, and they import nothing but the library: copy one beside your
-experiment and edit it there. What several of them share is in `visible.py`, `frame.py` and `hash_buckets.py`.
+The library imports none of these files by itself, and they import nothing but the library: copy one
+beside your experiment and edit it there. What several of them share is in `visible.py`, `frame.py`
+and `hash_buckets.py`.
 """
 
 import importlib
 from typing import Any
 
-# what an option may name, and the file that has it
+# {name that an option may use: the file that has it}
 OFFERED = {
     "Efficient": "efficient_attention",
     "Performer": "performer",
@@ -38,12 +39,16 @@ PRESETS_OF = {
     "reformer": ("reformer_enwik8",),
 }
 OFFERED |= {name: file for file, names in PRESETS_OF.items() for name in names}
-_CLASSES = {name: file for name, file in OFFERED.items() if name[0].isupper()} | {"Linear": "linear_attention"}
+_CLASSES = {name: file for name, file in OFFERED.items() if name[0].isupper()}
+_CLASSES |= {"Linear": "linear_attention"}
 _FILES = {*OFFERED.values(), "linear_attention", "hash_buckets", "frame", "visible"}
 
 
 def __getattr__(name: str) -> Any:
-    """A file of this package, or a class of one, when it is first asked for. `PRESETS`: all models, also the trunk's."""
+    """A file of this package or a class of one, imported when it is first used.
+
+    `PRESETS` has all presets by name, also those of the trunk.
+    """
     if name in _FILES:
         return importlib.import_module(f"jaxformer.zoo.{name}")
     if name in _CLASSES:
@@ -61,8 +66,8 @@ def _presets() -> dict[str, Any]:
     """Every preset by name."""
     from jaxformer.models.presets import PRESETS
 
-    found = dict(PRESETS)
+    presets = dict(PRESETS)
     for file, names in PRESETS_OF.items():
         module = importlib.import_module(f"jaxformer.zoo.{file}")
-        found |= {name: getattr(module, name) for name in names}
-    return found
+        presets |= {name: getattr(module, name) for name in names}
+    return presets

@@ -1,4 +1,7 @@
-"""Softmax over features for queries, over the length for keys: Shen et al. 2021, arXiv:1812.01243."""
+"""Efficient attention: a softmax over features for queries, over the length for keys.
+
+Shen et al. 2021, arXiv:1812.01243.
+"""
 
 from dataclasses import dataclass
 
@@ -18,20 +21,29 @@ from jaxformer.zoo.visible import View, hide, visibility
 
 @jax.named_scope("efficient_attention")
 def attention(
-    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"], *, mask: Mask | None = None,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    *,
+    mask: Mask | None = None,
     chunk: int = 128,
-) -> Float[Array, "B T N Hv"]:  # fmt: skip
-    """softmax(q over features) / sqrt(H) @ softmax(k over length)^T v. Shen et al. 2021, arXiv:1812.01243, sec. 3.2.
+) -> Float[Array, "B T N Hv"]:
+    """softmax(q over features) / sqrt(H) @ softmax(k over length)^T v.
 
-    Masks and errors as in `linear_attention.attention`. Under `causal()` a softmax over the length would see the future: it is
-    exp(k) with the denominator of linear attention, at least 1e-3 (the form of the linear-attention-transformer package). There
-    a key above 60 counts as 60: float32 holds the sums of a million such tokens.
+    Shen et al. 2021, arXiv:1812.01243, sec. 3.2. Masks and errors are those of
+    `linear_attention.attention`. Under `causal()`, a softmax over the length would see the future.
+    There exp(k) replaces it, with the denominator of linear attention, at least 1e-3 (the form of
+    the linear-attention-transformer package). There a key above 60 counts as 60, so that float32
+    holds the sums of a million such tokens.
     """
     check_shapes("efficient_attention", query, key, value)
     view = visibility(mask, query.shape[1], key.shape[1], "efficient_attention")
     query, key, value, dtype = widen(query, key, value)
     query = jax.nn.softmax(hide(query, view.queries), axis=-1) * query.shape[-1] ** -0.5
-    key = jnp.exp(jnp.minimum(hide(key, view.keys), 60)) if view.causal else _softmax_over_keys(key, view)
+    if view.causal:
+        key = jnp.exp(jnp.minimum(hide(key, view.keys), 60))
+    else:
+        key = _softmax_over_keys(key, view)
     numerator, denominator = weighted_sums(query, key, value, view, chunk)
     if view.causal:
         numerator = divide(numerator, jnp.maximum(denominator, 1e-3))
@@ -41,11 +53,12 @@ def attention(
 def _softmax_over_keys(key, view: View):
     """exp(k) / sum exp(k) over the visible keys of a segment, feature by feature."""
     B, S = key.shape[:2]
-    runs, segments = jnp.broadcast_to(view.runs(jnp.arange(S)), (B, S)), 1 if view.ids is None else S
+    runs = jnp.broadcast_to(view.runs(jnp.arange(S)), (B, S))
+    num_segments = 1 if view.ids is None else S
     shown = view.keys[..., None, None]
 
     def each(reduce, x):
-        return jax.vmap(lambda x, run: reduce(x, run, num_segments=segments)[run])(x, runs)
+        return jax.vmap(lambda x, run: reduce(x, run, num_segments=num_segments)[run])(x, runs)
 
     top = each(jax.ops.segment_max, jax.lax.stop_gradient(jnp.where(shown, key, -jnp.inf)))
     weights = jnp.where(shown, jnp.exp(jnp.where(shown, key - top, 0)), 0)
@@ -55,7 +68,10 @@ def _softmax_over_keys(key, view: View):
 
 @dataclass(frozen=True)
 class Efficient:
-    """Softmax over features for queries, over the length for keys: Shen et al. 2021, arXiv:1812.01243. full() or causal()."""
+    """A softmax over features for queries, over the length for keys. Masks: full() or causal().
+
+    Shen et al. 2021, arXiv:1812.01243.
+    """
 
     chunk: int = 128  # tokens that a causal layer takes at a time
 

@@ -1,4 +1,4 @@
-"""What all mixers of approximations share: projections, rotations, and the refusal of what an approximation cannot do."""
+"""What all approximations share: projections, rotations, and the refusal of unsupported options."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,11 +19,22 @@ from jaxformer.zoo.visible import visibility
 
 
 def approximation(
-    system, config: ModelConfig, mix: Callable, spec: Tree = None, has_weights: bool = True, **rest: Any
+    system,
+    config: ModelConfig,
+    mix: Callable,
+    spec: Tree = None,
+    has_weights: bool = True,
+    **rest: Any,
 ) -> Mixer:
-    """The frame of all: project x, rotate queries and keys, `mix(params, context, **heads)`, project back."""
-    name, spec = type(system).__name__, spec or attention_spec(config)
-    biased = isinstance(config.positions, (Alibi, AttentionPositions, Relative)) or callable(config.positions)
+    """A mixer that projects x, rotates queries and keys, calls `mix`, and projects back.
+
+    `mix(params, context, **heads)` gives the output of the heads, or (output, state). Raises
+    ConfigError for options of attention that an approximation does not have.
+    """
+    name = type(system).__name__
+    spec = spec or attention_spec(config)
+    positions = config.positions
+    biased = isinstance(positions, (Alibi, AttentionPositions, Relative)) or callable(positions)
     none = "has none; models.mixers.attention does"
     no_weights = "has no weights to drop; set it to 0 (model.dropout_rate acts on outputs)"
     for field, other, expected in (
@@ -37,13 +48,16 @@ def approximation(
 
     def apply(params, x, context: Context) -> MixerOutput:
         if context.tap.asks("weights"):
-            raise NotImplementedError(f"{name} keeps no attention maps; models.mixers.attention (mixer=None) does")
+            raise NotImplementedError(
+                f"{name} keeps no attention maps; models.mixers.attention (mixer=None) does"
+            )
         maps = {name: params[name] for name in spec if name.endswith(("query", "key", "value"))}
         heads = linear_maps("btd,dnh->btnh", x, maps)
-        for projection in heads:
-            if isinstance(config.positions, Rope) and not projection.endswith("value"):
-                turned = rope(heads[projection], context.positions, config.positions, context.text_lengths)
-                heads[projection] = turned
+        if isinstance(positions, Rope):
+            for projection, head in heads.items():
+                if not projection.endswith("value"):
+                    rotated = rope(head, context.positions, positions, context.text_lengths)
+                    heads[projection] = rotated
         out = mix(params, context, **heads)
         out, state = out if isinstance(out, tuple) else (out, None)
         return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state)
@@ -52,22 +66,42 @@ def approximation(
 
 
 def options(config: ModelConfig, context: Context) -> dict[str, Any]:
-    return dict(mask=context.mask, dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key)
+    """The mask and the dropout of a layer, as keyword arguments of an attention function."""
+    return dict(
+        mask=context.mask,
+        dropout_rate=config.attention_dropout_rate,
+        dropout_key=context.dropout_key,
+    )
 
 
 def zero_padding(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """Zeros where a token is padding, also where the mask lets padding see something (heads that pool `position_0`)."""
-    return out if context.padding_mask is None else jnp.where(context.padding_mask[:, :, None, None], out, 0)
+    """`out` with zeros where a token is padding.
+
+    The mask may let padding see tokens, for heads that pool `position_0`.
+    """
+    if context.padding_mask is None:
+        return out
+    return jnp.where(context.padding_mask[:, :, None, None], out, 0)
 
 
 def refuse_packed(context: Context, out: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    """NaN in a row of several segments: blocks and numbered global tokens belong to the row, not to each of its segments."""
+    """`out` with NaN in rows of several segments.
+
+    Blocks and numbered global tokens belong to the row, not to each of its segments.
+    """
+    if context.padding_mask is None:
+        return out
     T = out.shape[1]
-    return out if context.padding_mask is None else visibility(context.mask, T, T, "").refuse_several(out)
+    return visibility(context.mask, T, T, "").refuse_several(out)
 
 
 def by_layer(seed: int, layers: int, draw: Callable) -> Tree:
-    """draw(key) for each layer, `[L, ...]`, once while tracing: a step does not draw anew what is always the same."""
-    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):  # the loop forbids transfers while a step is traced
-        keys = jax.vmap(partial(random.fold_in, random_key(seed, "seed of a mixer")))(jnp.arange(layers))
+    """draw(key) for each layer, `[L, ...]`.
+
+    It is computed once, at trace time, because it is the same in every step.
+    """
+    # "allow": the loop forbids transfers while a step is traced
+    with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+        key = random_key(seed, "seed of a mixer")
+        keys = jax.vmap(partial(random.fold_in, key))(jnp.arange(layers))
         return jax.vmap(draw)(keys)

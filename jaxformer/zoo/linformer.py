@@ -1,4 +1,4 @@
-"""Keys and values summed to a few rows by trained matrices: Wang et al. 2020, arXiv:2006.04768."""
+"""Trained matrices sum keys and values to a few rows: Wang et al. 2020, arXiv:2006.04768."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -25,25 +25,36 @@ from jaxformer.zoo.visible import visibility
 
 @jax.named_scope("linformer_attention")
 def attention(
-    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"],
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
     key_projection: Float[Array, "L R"] | Float[Array, "K L R"],
-    value_projection: Float[Array, "L R"] | Float[Array, "K L R"] | None = None, *, mask: Mask | None = None,
-    scale: float | None = None, dropout_rate: float = 0.0, dropout_key: Array | None = None,
+    value_projection: Float[Array, "L R"] | Float[Array, "K L R"] | None = None,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
     implementation: Implementation = None,
-) -> Float[Array, "B T N Hv"]:  # fmt: skip
+) -> Float[Array, "B T N Hv"]:
     """softmax(q (E^T k)^T * scale) F^T v. Wang et al. 2020, arXiv:2006.04768, eq. 7.
 
-    E is `key_projection` and F `value_projection` (None: F = E), from L >= S positions to R rows, of which a sequence takes
-    the first S; for all heads or for each. `mask` may be `full()`, `lengths(...)` and `segments(ids)` with one segment a row;
-    a row with several is NaN, because traced ids cannot be refused. Padding yields zeros. NotImplementedError otherwise.
+    E is `key_projection` and F is `value_projection` (None: F = E). They reduce L >= S positions to
+    R rows, for all heads or for each; a sequence takes their first S positions. `mask` may be
+    `full()`, `lengths(...)` and `segments(ids)` with one segment a row. A row with several segments
+    is NaN, because traced ids cannot be refused. Padding yields zeros. Raises NotImplementedError
+    for other masks.
     """
     view = visibility(mask, query.shape[1], key.shape[1], "linformer_attention", takes_causal=False)
     value_projection = key_projection if value_projection is None else value_projection
-    key, value = _reduce(key, key_projection, view.keys), _reduce(value, value_projection, view.keys)
+    key = _reduce(key, key_projection, view.keys)
+    value = _reduce(value, value_projection, view.keys)
     shown = view.queries[:, :, None, None]
     query = jnp.where(shown, query, 0)
     dropout = dict(dropout_rate=dropout_rate, dropout_key=dropout_key)
-    out: Any = ops.attention(query, key, value, scale=scale, implementation=implementation, **dropout)
+    out: Any = ops.attention(
+        query, key, value, scale=scale, implementation=implementation, **dropout
+    )
     return view.refuse_several(jnp.where(shown, out, 0))
 
 
@@ -55,38 +66,61 @@ def _reduce(x, projection, shown):
         reduced = jnp.moveaxis(einsum("bskh,sr->bkhr", x, projection[:S]), -1, 1)
     else:
         reduced = jnp.moveaxis(einsum("bskh,ksr->kbhr", x, projection[:, :S]), (0, -1), (2, 1))
-    # XLA:CPU would fold the transposition into attention's 16-bit products, and then has no kernel for them
+    # Otherwise XLA:CPU folds the transposition into attention's 16-bit products, and then has no
+    # kernel for them.
     return cpu.barrier(reduced)
 
 
 @dataclass(frozen=True)
 class Linformer:
-    """Keys and values summed to `rank` rows by trained E and F: Wang et al. 2020, arXiv:2006.04768. Masks: full()."""
+    """Trained E and F sum keys and values to `rank` rows: arXiv:2006.04768. Masks: full().
+
+    Wang et al. 2020.
+    """
 
     rank: int = 256  # rows of keys and values that remain
-    # headwise: E and F of each layer for all its heads; key_value: F = E; layerwise: one E = F for all layers
+    # headwise: each layer has an E and an F for all its heads; key_value: F = E;
+    # layerwise: all layers have the same E = F
     sharing: Literal["headwise", "key_value", "layerwise"] = "headwise"
 
     __post_init__ = require_numbers(rank=1)
 
     def __call__(self, config: ModelConfig) -> Mixer:
-        matrix = Spec((config.context_length, self.rank), ("length", None), normal(self.rank**-0.5), ("length",))
-        names = ("key_projection", "value_projection") if self.sharing == "headwise" else ("key_projection",)
-        projections = dict.fromkeys(names, matrix)
-        in_layer, shared = ({}, projections) if self.sharing == "layerwise" else (projections, None)
+        matrix = Spec(
+            (config.context_length, self.rank),
+            ("length", None),
+            normal(self.rank**-0.5),
+            ("length",),
+        )
+        projections = {"key_projection": matrix}
+        if self.sharing == "headwise":
+            projections["value_projection"] = matrix
+        in_layer = self.sharing != "layerwise"
 
         def mix(params, context, **heads):
-            matrices = {name: (params if in_layer else context.shared)[name] for name in names}
-            of_config = options(config, context) | {"implementation": config.attention_implementation}
+            source = params if in_layer else context.shared
+            matrices = {name: source[name] for name in projections}
+            of_config = options(config, context) | {
+                "implementation": config.attention_implementation
+            }
             return attention(**heads, **matrices, **of_config)
 
-        return approximation(self, config, mix, attention_spec(config) | in_layer, shared=shared)
+        spec = attention_spec(config)
+        if in_layer:
+            spec |= projections
+        shared = None if in_layer else projections
+        return approximation(self, config, mix, spec, shared=shared)
 
     def share_of_weight(self, config: ModelConfig) -> float:
-        """How many numbers of E and F one token is multiplied with: a row for each feature of its keys and values."""
+        """Multiplications of one token with E or with F, divided by the number of their weights.
+
+        A token is multiplied by one row of E for each feature of its keys, and by one of F for each
+        feature of its values.
+        """
         uses = {"headwise": 1, "key_value": 2, "layerwise": 2 * config.num_layers}[self.sharing]
         return uses * config.kv_heads * config.head_size / config.context_length
 
 
-# Wang et al. 2020, arXiv:2006.04768, section 5: RoBERTa's base with 512 keys seen as 256, E and F shared by heads
+# Wang et al. 2020, arXiv:2006.04768, section 5: RoBERTa's base with 512 keys summed to 256. Heads
+# share E and F.
 linformer_base = replace(roberta_base, mixer=Linformer(256), attention_dropout_rate=0.0)

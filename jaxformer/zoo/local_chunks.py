@@ -15,10 +15,11 @@ from jaxformer.ops.bias import Bias
 
 @dataclass(frozen=True)
 class LocalChunks:
-    """Softmax attention to the chunks about a query, in a circle: the local layers of Reformer in transformers. Any mask.
+    """Softmax attention to the chunks near a query: the local layers of Reformer in transformers.
 
-    A chunk that a short circle meets twice counts twice. For a causal stack with `before` up to 1, the mask `causal() &
-    chunked(chunk, before)` is the same and faster.
+    Any mask. The chunks form a circle; a chunk that a short circle meets twice counts twice. For a
+    causal stack with `before` up to 1, the mask `causal() & chunked(chunk, before)` is the same and
+    faster.
     """
 
     chunk: int = 64  # tokens of a chunk
@@ -31,9 +32,10 @@ class LocalChunks:
     def __call__(self, config: ModelConfig) -> Mixer:
         def attend(params, context, query, key, value, **options):
             chunks = -(-(key.shape[1] + -key.shape[1] % self.multiple) // self.chunk)
-            chunk_ids, counts = np.arange(chunks), np.zeros((chunks, chunks), int)  # how often chunks meet
+            chunk_ids = np.arange(chunks)
+            counts = np.zeros((chunks, chunks), int)  # how often chunk i meets chunk j
             for shift in range(-self.before, self.after + 1):
-                shift = shift if abs(shift) <= chunks else 0  # as their slices have it
+                shift = shift if abs(shift) <= chunks else 0  # as in transformers
                 counts[chunk_ids, (chunk_ids + shift) % chunks] += 1
             bias = Bias(_log_meetings, (self.chunk, tuple(map(tuple, counts.tolist()))))
             return ops.attention(query, key, value, **options | {"bias": bias})
@@ -42,7 +44,11 @@ class LocalChunks:
 
 
 def _log_meetings(bias: Bias, q_positions, kv_positions) -> Array:
-    """Score bias log(meetings), and so low a number where there is none that its weight is 0."""
+    """The score bias log(meetings) of a query and a key.
+
+    For chunks that never meet, it is so low that the weight is 0.
+    """
     chunk, counts = bias.args
-    table = jnp.asarray(np.log(np.maximum(counts, 1e-30)) + np.where(np.array(counts) == 0, -1e9, 0), jnp.float32)
+    log_counts = np.log(np.maximum(counts, 1e-30)) + np.where(np.array(counts) == 0, -1e9, 0)
+    table = jnp.asarray(log_counts, jnp.float32)
     return table[q_positions[:, None] // chunk, kv_positions[None, :] // chunk][None]

@@ -1,4 +1,7 @@
-"""FAVOR+: random features whose products have the mean exp(q . k / sqrt(H)). Choromanski et al. 2021, arXiv:2009.14794."""
+"""FAVOR+: random features whose products have the mean exp(q . k / sqrt(H)).
+
+Choromanski et al. 2021, arXiv:2009.14794.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,15 +26,24 @@ from jaxformer.zoo.visible import visibility
 
 @jax.named_scope("favor_attention")
 def attention(
-    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"],
-    projection: Float[Array, "M H"], *, mask: Mask | None = None, stabiliser: float | Float[Array, "#B 1 #K 1"] | None = None,
-    eps: float = 1e-6, chunk: int = 128,
-) -> Float[Array, "B T N Hv"]:  # fmt: skip
-    """`linear_attention` with `favor_features`: `attention` with an error of O(1/sqrt(M)). Choromanski et al. 2021, eq. 5-7.
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    projection: Float[Array, "M H"],
+    *,
+    mask: Mask | None = None,
+    stabiliser: float | Float[Array, "#B 1 #K 1"] | None = None,
+    eps: float = 1e-6,
+    chunk: int = 128,
+) -> Float[Array, "B T N Hv"]:
+    """softmax(q k^T / sqrt(H)) v with an error of O(1/sqrt(M)). Choromanski et al. 2021, eq. 5-7.
 
-    `projection` is data: see `orthogonal_projection`. The key's `stabiliser` is by default the largest exponent of its row and
-    head. It cancels, except in `eps` and where float32 underflows. So under `causal()`, where it would show later tokens, it
-    is 0.0, which will do while |k|^2 / sqrt(H) stays below 100. The variance grows with exp(|q|^2 / sqrt(H)).
+    It is `linear_attention.attention` with `favor_features`. `projection` is data: see
+    `orthogonal_projection`. The variance grows with exp(|q|^2 / sqrt(H)).
+
+    The `stabiliser` of the keys is by default the largest exponent of its row and head. It cancels,
+    except in `eps` and where float32 underflows. Under `causal()` that maximum would show later
+    tokens, so the default is 0.0, which suffices while |k|^2 / sqrt(H) stays below 100.
     """
     check_shapes("favor_attention", query, key, value)
     if stabiliser is None:
@@ -41,18 +53,25 @@ def attention(
         top = jnp.max(products, axis=(1, 3), keepdims=True, where=shown, initial=-jnp.inf)
         stabiliser = 0.0 if view.causal else jnp.where(jnp.isfinite(top), top, 0)
     of_query = partial(favor_features, projection=projection, eps=eps)
-    maps = of_query, partial(of_query, stabiliser=stabiliser)
-    return linear_attention.attention(query, key, value, mask=mask, feature_map=maps, eps=0.0, chunk=chunk)
+    of_key = partial(of_query, stabiliser=stabiliser)
+    return linear_attention.attention(
+        query, key, value, mask=mask, feature_map=(of_query, of_key), eps=0.0, chunk=chunk
+    )
 
 
 def favor_features(
-    x: Float[Array, "B T N H"], projection: Float[Array, "M H"], *,
-    stabiliser: float | Float[Array, "#B #T #N 1"] | None = None, eps: float = 1e-6,
-) -> Float[Array, "B T N M"]:  # fmt: skip
-    """(exp(P z - |z|^2 / 2 - stabiliser) + eps) / sqrt(M), z = x / H^(1/4): Choromanski et al. 2021, lemma 1.
+    x: Float[Array, "B T N H"],
+    projection: Float[Array, "M H"],
+    *,
+    stabiliser: float | Float[Array, "#B #T #N 1"] | None = None,
+    eps: float = 1e-6,
+) -> Float[Array, "B T N M"]:
+    """(exp(P z - |z|^2 / 2 - stabiliser) + eps) / sqrt(M) with z = x / H^(1/4).
 
-    phi(q) . phi(k) has the mean exp(q . k / sqrt(H)), up to the factors exp(-stabiliser), which cancel in attention: by
-    default each token's largest exponent, which will do for queries; keys share one. eps is that of the authors' code.
+    Choromanski et al. 2021, lemma 1. phi(q) . phi(k) has the mean exp(q . k / sqrt(H)), up to the
+    factors exp(-stabiliser), which cancel in attention. The default stabiliser is each token's
+    largest exponent, which is right for queries; keys must share one. `eps` is that of the authors'
+    code.
     """
     products = _project(x, projection)
     if stabiliser is None:
@@ -61,30 +80,45 @@ def favor_features(
     return projection.shape[0] ** -0.5 * (jnp.exp(products - norm - stabiliser) + eps)
 
 
-def favor_relu_features(x: Float[Array, "B T N H"], projection: Float[Array, "M H"], eps=1e-3) -> Float[Array, "B T N M"]:
-    """max(P z, 0) + eps, z = x / H^(1/4): for the ReLU kernel of Choromanski et al. 2021, sec. 4, by `linear_attention`."""
+def favor_relu_features(
+    x: Float[Array, "B T N H"], projection: Float[Array, "M H"], eps=1e-3
+) -> Float[Array, "B T N M"]:
+    """max(P z, 0) + eps with z = x / H^(1/4).
+
+    As a `feature_map` of `linear_attention` it gives the ReLU kernel of Choromanski et al. 2021,
+    sec. 4.
+    """
     return jax.nn.relu(_project(x, projection)) + eps
 
 
 def _project(x, projection):
+    """P z with z = x / H^(1/4)."""
     return einsum("btnh,mh->btnm", x * x.shape[-1] ** -0.25, projection)
 
 
-def orthogonal_projection(key: Array, features: int, width: int, dtype: Any = jnp.float32) -> Float[Array, "features width"]:
-    """Gaussian rows that are orthogonal in blocks of `width`, unbiased: Choromanski et al. 2021, sec. 2.4 and 3."""
+def orthogonal_projection(
+    key: Array, features: int, width: int, dtype: Any = jnp.float32
+) -> Float[Array, "features width"]:
+    """Unbiased Gaussian rows that are orthogonal in blocks of `width` rows.
+
+    Choromanski et al. 2021, sec. 2.4 and 3.
+    """
     directions, lengths = jax.random.split(key)
     # Haar distributed, unlike those of public Performers, whose error stops falling near 4e-3
     blocks = jax.random.orthogonal(directions, width, (-(-features // width),), dtype)
     vectors = blocks.reshape(-1, width)[:features]
-    return vectors * jnp.linalg.norm(jax.random.normal(lengths, vectors.shape, dtype), axis=1, keepdims=True)
+    gaussian = jax.random.normal(lengths, vectors.shape, dtype)
+    return vectors * jnp.linalg.norm(gaussian, axis=1, keepdims=True)
 
 
 @dataclass(frozen=True)
 class Performer:
-    """FAVOR+: random features of the softmax or ReLU kernel, Choromanski et al. 2021, arXiv:2009.14794.
+    """FAVOR+, random features of the softmax or ReLU kernel: Choromanski et al. 2021.
 
-    Masks: full() or causal(), which decodes. `apply(..., constants=directions [L, features, H])` replaces those drawn from
-    `seed`. The stabiliser of keys is 0, the same for a prefix and its continuation: exponents stay below some H / 2.
+    arXiv:2009.14794. Masks: full(), or causal(), which decodes.
+    `apply(..., constants=directions [L, features, H])` replaces those drawn from `seed`. The
+    stabiliser of keys is 0, so a prefix and its continuation have the same one; exponents stay
+    below about H / 2.
     """
 
     features: int = 256  # random directions

@@ -1,7 +1,7 @@
 """Queries and keys with a norm before their product: Henry et al. 2020, arXiv:2010.04245.
 
-A variant of attention is a function `config -> Mixer`: `mixer=qk_norm`. It decodes with the cache. To use two variants at once,
-write a function in your experiment file:
+A variant of attention is a function `config -> Mixer`: `mixer=qk_norm`. It decodes with the cache.
+To use two variants at once, write a function in your experiment file:
 
     def normed_and_gated(config):
         extra = qk_norm(config).spec | gated(config).spec
@@ -20,13 +20,19 @@ from jaxformer.params import Spec, Tree
 
 
 def qk_norm(config: ModelConfig) -> Mixer:
-    """RMSNorm of each head of queries and keys before the rotation, one scale `[H]`: Qwen3. Henry 2020, arXiv:2010.04245."""
+    """RMSNorm of each head of queries and keys before the rotation, with one scale `[H]`.
+
+    Henry et al. 2020, arXiv:2010.04245. Qwen3 has it.
+    """
     scale = Spec((config.head_size,), ("head",), ones)
     return _normalized(config, scale, scale)
 
 
 def qk_norm_full(config: ModelConfig) -> Mixer:
-    """The same over all heads at once, with scales `[N, H]` and `[K, H]`. OLMo 2 (OLMo et al. 2024, arXiv:2501.00656)."""
+    """RMSNorm of queries and keys over all heads at once, with scales `[N, H]` and `[K, H]`.
+
+    OLMo 2 has it: OLMo et al. 2024, arXiv:2501.00656.
+    """
 
     def scale(heads, axis):
         return Spec((heads, config.head_size), (axis, "head"), ones)
@@ -40,11 +46,15 @@ def _normalized(config: ModelConfig, query: Spec, key: Spec) -> Mixer:
 
 
 def normalize(config: ModelConfig, params: Tree, heads: Heads, context: Context) -> Heads:
-    """`prepare` of `qk_norm` and `qk_norm_full`: the mean square is taken over the axes that the scale has."""
+    """The `prepare` of `qk_norm` and `qk_norm_full`.
+
+    The mean square is taken over the axes that the scale has.
+    """
 
     def normed(x, scale):
         flat = x.reshape(*x.shape[: x.ndim - scale.ndim], -1)
         return ops.rms_norm(flat, scale.reshape(-1), config.norm_eps).reshape(x.shape)
 
-    query, key = normed(heads.query, params["query_norm"]["scale"]), normed(heads.key, params["key_norm"]["scale"])
+    query = normed(heads.query, params["query_norm"]["scale"])
+    key = normed(heads.key, params["key_norm"]["scale"])
     return heads._replace(query=query, key=key)

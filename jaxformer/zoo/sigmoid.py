@@ -16,8 +16,9 @@ from jaxformer.ops.bias import bias_between
 def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
     """sigmoid(scores + bias) instead of the softmax. Ramapuram et al. 2024, arXiv:2409.04431.
 
-    `bias` is -log(context_length) by default: with the number of keys at hand, decoding and packed rows would be another
-    model. NotImplementedError for another `attention_implementation` than the reference.
+    The default of `bias` is -log(context_length). With the number of present keys instead, decoding
+    and packed rows would be another model. Raises NotImplementedError for another
+    `attention_implementation` than the reference.
     """
     names = names_of(config.attention_implementation)
     if names and "reference" not in names:
@@ -26,15 +27,32 @@ def sigmoid(config: ModelConfig, bias: float | None = None) -> Mixer:
     bias = -math.log(config.context_length) if bias is None else bias
 
     def attend(
-        params, context, query, key, value, *, mask, return_weights, implementation, scale, dropout_rate, dropout_key, **options
+        params,
+        context,
+        query,
+        key,
+        value,
+        *,
+        mask,
+        return_weights,
+        implementation,
+        scale,
+        dropout_rate,
+        dropout_key,
+        **options,
     ):
-        if {"bias", "positions"} <= options.keys():  # in a cache each row has positions of its own
+        if {"bias", "positions"} <= options.keys():  # in a cache each row has its own positions
             options["bias"] = bias_between(options["bias"], *options["positions"])
         call = Call(
-            mask=mask.sized(key.shape[1]), scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key), **options,
-        )  # fmt: skip
-        out, weights = reference(query, key, value, call, lambda scores, sinks: jax.nn.sigmoid(scores + bias))
+            mask=mask.sized(key.shape[1]),
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            dropout_rate=dropout_rate,
+            dropout_seed=dropout_seed(dropout_rate, dropout_key),
+            **options,
+        )
+        out, weights = reference(
+            query, key, value, call, lambda scores, sinks: jax.nn.sigmoid(scores + bias)
+        )
         return (out, weights) if return_weights else out
 
     return attention(config, attend=attend)

@@ -1,4 +1,5 @@
-"""What nests too deep, from a file, an option or Python, is one line of ConfigError; never a RecursionError."""
+"""What nests too deep, from a file, an option or Python, is one line of ConfigError; never a
+RecursionError."""
 
 import functools
 import json
@@ -42,7 +43,11 @@ def partials(depth):
 
 @pytest.mark.parametrize("build", [holders, lists, partials])
 def test_values_are_described_or_refused(build):
-    assert C.describe(build(20)) and len(C.fingerprint(build(20))) == 8 and C.flat(C.describe(build(20)))
+    assert (
+        C.describe(build(20))
+        and len(C.fingerprint(build(20))) == 8
+        and C.flat(C.describe(build(20)))
+    )
     for function in (C.describe, C.fingerprint, C.changes):
         with pytest.raises(ConfigError, match="nests too deep to be described"):
             function(build(2_000))
@@ -64,11 +69,20 @@ def test_an_option_may_nest_what_the_parser_reads(depth):
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 100_000, "(" * 9_000, "Holder(" * 900 + ")" * 900, "-" * 9_000 + "1", "not " * 2_000 + "a", "a." * 4_000 + "a",
-        "1 if 1 else " * 800 + "1", "lambda: " * 1_000 + "1", "1" + " | 1" * 2_000, "a[" * 150 + "0" + "]" * 150,
-        "{1: " * 150 + "2" + "}" * 150, "f'{" * 50 + "1" + "}'" * 50,
+        "[" * 100_000,
+        "(" * 9_000,
+        "Holder(" * 900 + ")" * 900,
+        "-" * 9_000 + "1",
+        "not " * 2_000 + "a",
+        "a." * 4_000 + "a",
+        "1 if 1 else " * 800 + "1",
+        "lambda: " * 1_000 + "1",
+        "1" + " | 1" * 2_000,
+        "a[" * 150 + "0" + "]" * 150,
+        "{1: " * 150 + "2" + "}" * 150,
+        "f'{" * 50 + "1" + "}'" * 50,
     ],
-)  # fmt: skip
+)
 def test_texts_of_thousands_of_levels(text):
     try:
         C.describe(C.expressions.evaluate(text, {"Holder": Holder, "a": 1}))
@@ -81,7 +95,9 @@ def test_texts_of_thousands_of_levels(text):
 def test_functions_that_nest(tmp_path, monkeypatch):
     """A sum of thousands of terms, which Python compiles and whose text nobody can write again."""
     body = f"def f(x):\n    return {' + '.join(['x'] * 900)}\n"
-    (tmp_path / "deep.py").write_text(f"from tests_config_classes import Holder\n{body}experiment = Holder(f)\n")
+    (tmp_path / "deep.py").write_text(
+        f"from tests_config_classes import Holder\n{body}experiment = Holder(f)\n"
+    )
     monkeypatch.setitem(sys.modules, "tests_config_classes", sys.modules[__name__])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ConfigError, match="deep"):
@@ -126,7 +142,11 @@ def test_a_link_is_replaced_and_not_followed(tmp_path):
     precious.write_text("precious")
     (tmp_path / "x").symlink_to(precious)
     C.write_atomically(tmp_path / "x", "new")
-    assert precious.read_text() == "precious" and (tmp_path / "x").read_text() == "new" and not (tmp_path / "x").is_symlink()
+    assert (
+        precious.read_text() == "precious"
+        and (tmp_path / "x").read_text() == "new"
+        and not (tmp_path / "x").is_symlink()
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "x"]
     C.write_atomically(tmp_path / "x", b"\xff")
     assert (tmp_path / "x").read_bytes() == b"\xff"

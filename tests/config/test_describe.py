@@ -40,7 +40,11 @@ number = st.floats(allow_nan=False) | st.integers()
 experiments = st.builds(
     Experiment,
     st.text(max_size=3),
-    st.builds(Model, st.integers(), st.sampled_from([None, first_mixer, second_mixer]) | st.builds(Scaled, number)),
+    st.builds(
+        Model,
+        st.integers(),
+        st.sampled_from([None, first_mixer, second_mixer]) | st.builds(Scaled, number),
+    ),
     st.builds(Adam, number, st.tuples(number, number)) | st.builds(Lion, number, number),
     st.integers(),
     st.lists(st.builds(Lion, number), max_size=2).map(tuple),
@@ -49,7 +53,11 @@ experiments = st.builds(
 
 @pytest.mark.thorough
 @settings(deadline=None, max_examples=50)
-@given(experiments, experiments, st.sets(st.sampled_from([field.name for field in dataclasses.fields(Experiment)])))
+@given(
+    experiments,
+    experiments,
+    st.sets(st.sampled_from([field.name for field in dataclasses.fields(Experiment)])),
+)
 def test_fingerprint_and_diff_tell_configs_apart(one, other, taken):
     two = dataclasses.replace(one, **{name: getattr(other, name) for name in taken})
     assert (C.fingerprint(one) == C.fingerprint(two)) == (one == two)
@@ -59,8 +67,13 @@ def test_fingerprint_and_diff_tell_configs_apart(one, other, taken):
 
 
 def test_form():
-    described = C.describe(Experiment("x", Model(mixer=Scaled(3.0)), Lion(), items=(causal() & window(3), first_mixer)))
-    kinds = {name: part.pop("code") for name, part in (("x", described), ("lion", described["optimizer"]))}
+    described = C.describe(
+        Experiment("x", Model(mixer=Scaled(3.0)), Lion(), items=(causal() & window(3), first_mixer))
+    )
+    kinds = {
+        name: part.pop("code")
+        for name, part in (("x", described), ("lion", described["optimizer"]))
+    }
     assert all(re.fullmatch("[0-9a-f]{8}", code) for code in kinds.values())
     assert described["optimizer"] == {"type": "Lion", "learning_rate": 1e-4, "weight_decay": 0.1}
     assert described["type"] == "Experiment" and described["log_every"] == 10
@@ -73,7 +86,9 @@ def test_form():
 def test_fingerprint_form():
     base = Experiment("x")
     assert len(C.fingerprint(base)) == 8 and int(C.fingerprint(base), 16) >= 0
-    rates = [dataclasses.replace(base, optimizer=Adam(value)) for value in (1e-2, 0.01, 2, 2.0, True)]
+    rates = [
+        dataclasses.replace(base, optimizer=Adam(value)) for value in (1e-2, 0.01, 2, 2.0, True)
+    ]
     prints = [C.fingerprint(rate) for rate in rates]
     assert prints[0] == prints[1] != prints[2] == prints[3] != prints[4]
     assert C.fingerprint(dataclasses.replace(base, optimizer=Adam(1e-3))) == C.fingerprint(base)
@@ -82,7 +97,9 @@ def test_fingerprint_form():
 def test_diff():
     base = C.describe(Experiment("x"))
     change = lambda **changed: {
-        name: pair for name, pair in C.diff(base, C.describe(Experiment("x", **changed))).items() if ".code" not in name
+        name: pair
+        for name, pair in C.diff(base, C.describe(Experiment("x", **changed))).items()
+        if ".code" not in name
     }
     assert change(steps=7) == {"steps": (100, 7)}
     assert change(steps=True) == {"steps": (100, True)}
@@ -96,7 +113,9 @@ def test_diff():
         "model.mixer": (None, "Scaled"),
         "model.mixer.factor": (None, 3.0),
     }
-    assert change(model=Model(mixer=second_mixer)) == {"model.mixer": (None, f"{second_mixer.__module__}:second_mixer")}
+    assert change(model=Model(mixer=second_mixer)) == {
+        "model.mixer": (None, f"{second_mixer.__module__}:second_mixer")
+    }
     assert change(model=Model(mixer={})) == {"model.mixer": (None, {})}
 
 
@@ -184,7 +203,10 @@ def described(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-CLASS = "@dataclass(frozen=True)\nclass Own:\n    rate: float = 1.0\n    def __call__(self, x):\n        return {}"
+CLASS = (
+    "@dataclass(frozen=True)\nclass Own:\n    rate: float = 1.0\n    def __call__(self, x):\n    "
+    "    return {}"
+)
 DIFFERENT = {
     "lambda": (("", "lambda x: x"), ("", "lambda x: x + 1")),
     "function": (("def f(x):\n    return x", "f"), ("def f(x):\n    return -x", "f")),
@@ -230,9 +252,15 @@ DIFFERENT = {
         ("fs = [(lambda k: lambda x: k)(k) for k in (1, 2)]", "fs[0]"),
         ("fs = [(lambda k: lambda x: k)(k) for k in (1, 2)]", "fs[1]"),
     ),
-    "lambdas on a line": (("a, b = lambda x: x, lambda x: -x", "a"), ("a, b = lambda x: x, lambda x: -x", "b")),
+    "lambdas on a line": (
+        ("a, b = lambda x: x, lambda x: -x", "a"),
+        ("a, b = lambda x: x, lambda x: -x", "b"),
+    ),
     "nested lambdas": (("a = lambda: (lambda x: x)", "a"), ("a = lambda: (lambda x: x)", "a()")),
-    "inner of nested lambdas": (("a = lambda: (lambda x: x)", "a()"), ("a = lambda: (lambda x: -x)", "a()")),
+    "inner of nested lambdas": (
+        ("a = lambda: (lambda x: x)", "a()"),
+        ("a = lambda: (lambda x: -x)", "a()"),
+    ),
     "partial": (
         ("def f(x, k): return x", "functools.partial(f, k=1)"),
         ("def f(x, k): return x", "functools.partial(f, k=2)"),
@@ -248,7 +276,10 @@ DIFFERENT = {
     "array of objects": (("", "np.array([1, 'a'], object)"), ("", "np.array([1, 'b'], object)")),
     "random key": (("", "jax.random.key(0)"), ("", "jax.random.key(1)")),
     "global constant": (("K = 1\nf = lambda x: K", "f"), ("K = 2\nf = lambda x: K", "f")),
-    "global array": (("K = np.zeros(2)\nf = lambda x: K", "f"), ("K = np.ones(2)\nf = lambda x: K", "f")),
+    "global array": (
+        ("K = np.zeros(2)\nf = lambda x: K", "f"),
+        ("K = np.ones(2)\nf = lambda x: K", "f"),
+    ),
     "global dict": (("K = {'a': 1}\nf = lambda x: K", "f"), ("K = {'a': 2}\nf = lambda x: K", "f")),
     "global config": (
         (CLASS.format("x") + "\nK = Own(1)\nf = lambda x: K(x)", "f"),
@@ -271,8 +302,20 @@ DIFFERENT = {
         ("g = lambda x: x\nh = lambda x: -x\ndef f(x): return g(x) + h(x)", "f"),
     ),
     "closures as helpers": (
-        ("def make(k):\n    return lambda x: k\ng, h = make(1), make(2)\ndef f(x): return g(x) - h(x)", "f"),
-        ("def make(k):\n    return lambda x: k\ng, h = make(2), make(1)\ndef f(x): return g(x) - h(x)", "f"),
+        (
+            (
+                "def make(k):\n    return lambda x: k\ng, h = make(1), make(2)\ndef f(x): return "
+                "g(x) - h(x)"
+            ),
+            "f",
+        ),
+        (
+            (
+                "def make(k):\n    return lambda x: k\ng, h = make(2), make(1)\ndef f(x): return "
+                "g(x) - h(x)"
+            ),
+            "f",
+        ),
     ),
     "compiled helper": (
         ("g = jax.jit(lambda x: x)\ndef f(x): return g(x)", "f"),
@@ -292,12 +335,36 @@ DIFFERENT = {
     ),
     "jit": (("", "jax.jit(lambda x: x)"), ("", "jax.jit(lambda x: -x)")),
     "wrapped": (
-        ("def w(f):\n    @functools.wraps(f)\n    def g(x): return f(x)\n    return g\n@w\ndef f(x): return x", "f"),
-        ("def w(f):\n    @functools.wraps(f)\n    def g(x): return f(x)\n    return g\n@w\ndef f(x): return -x", "f"),
+        (
+            (
+                "def w(f):\n    @functools.wraps(f)\n    def g(x): return f(x)\n    return "
+                "g\n@w\ndef f(x): return x"
+            ),
+            "f",
+        ),
+        (
+            (
+                "def w(f):\n    @functools.wraps(f)\n    def g(x): return f(x)\n    return "
+                "g\n@w\ndef f(x): return -x"
+            ),
+            "f",
+        ),
     ),
     "wrapper of the library's": (
-        ("def w(f):\n    @functools.wraps(f)\n    def g(x): return f(x)\n    return g\nf = w(optax.adam)", "f"),
-        ("def w(f):\n    @functools.wraps(f)\n    def g(x): return -f(x)\n    return g\nf = w(optax.adam)", "f"),
+        (
+            (
+                "def w(f):\n    @functools.wraps(f)\n    def g(x): return f(x)\n    return g\nf "
+                "= w(optax.adam)"
+            ),
+            "f",
+        ),
+        (
+            (
+                "def w(f):\n    @functools.wraps(f)\n    def g(x): return -f(x)\n    return g\nf "
+                "= w(optax.adam)"
+            ),
+            "f",
+        ),
     ),
     "custom derivative": (
         ("f = jax.custom_vjp(lambda x: x)\nf.defvjp(lambda x: (x, None), lambda r, g: (g,))", "f"),
@@ -308,10 +375,25 @@ DIFFERENT = {
         ("class A:\n    def __init__(self, x): self.x = x\n    def f(self): return 1", "A(2).f"),
     ),
     "optax": (("", "optax.adam(1e-3)"), ("", "optax.adam(1e-2)")),
-    "optax schedule": (("", "optax.cosine_decay_schedule(1e-3, 10)"), ("", "optax.cosine_decay_schedule(1e-3, 20)")),
+    "optax schedule": (
+        ("", "optax.cosine_decay_schedule(1e-3, 10)"),
+        ("", "optax.cosine_decay_schedule(1e-3, 20)"),
+    ),
     "named tuples": (
-        ("from typing import NamedTuple\nclass A(NamedTuple):\n    x: int\nclass B(NamedTuple):\n    x: int", "A(1)"),
-        ("from typing import NamedTuple\nclass A(NamedTuple):\n    x: int\nclass B(NamedTuple):\n    x: int", "B(1)"),
+        (
+            (
+                "from typing import NamedTuple\nclass A(NamedTuple):\n    x: int\nclass "
+                "B(NamedTuple):\n    x: int"
+            ),
+            "A(1)",
+        ),
+        (
+            (
+                "from typing import NamedTuple\nclass A(NamedTuple):\n    x: int\nclass "
+                "B(NamedTuple):\n    x: int"
+            ),
+            "B(1)",
+        ),
     ),
     "rules of one name": (
         ("from jaxformer.masks import Mask\ndef rule(mask, q, kv): return q == kv", "Mask(rule)"),
@@ -323,7 +405,10 @@ SAME = {
         ("def f(x):\n    # why\n    return  g( x )\ndef g(x):\n    return (x +\n  1)", "f"),
         ("# more\n\n\ndef f(x): return g(x)  # what\ndef g(x): return x + 1", "f"),
     ),
-    "formatting of a lambda": (("", "(lambda x:x+1)"), ("\n\n", "(\n    lambda x: x + 1  # why\n)")),
+    "formatting of a lambda": (
+        ("", "(lambda x:x+1)"),
+        ("\n\n", "(\n    lambda x: x + 1  # why\n)"),
+    ),
     "an unused constant": (("K = 1\nf = lambda x: x", "f"), ("K = 2\nf = lambda x: x", "f")),
     "a local name": (
         ("k = 1\ndef f(k):\n    return k", "f"),
@@ -366,7 +451,9 @@ def test_objects_of_an_edited_file_keep_their_description(described, tmp_path):
 
 
 def test_long_chains_of_helpers_are_described_in_linear_time(described):
-    text = "def f0(x): return x\n" + "".join(f"def f{i + 1}(x): return f{i}(x) + f{i}(-x)\n" for i in range(60))
+    text = "def f0(x): return x\n" + "".join(
+        f"def f{i + 1}(x): return f{i}(x) + f{i}(-x)\n" for i in range(60)
+    )
     text += "".join(f"def g{i + 1}(x): return f{i}(x) + f{i // 2}(x)\n" for i in range(60))
     text += f"def last(x): return {' + '.join(f'g{i + 1}(x)' for i in range(60))}"
     described(text, "last")
@@ -387,11 +474,17 @@ def test_whatever_a_field_holds_is_described_without_addresses(make):
 def test_descriptions_are_the_same_in_another_process():
     """Also with other hashes of strings, and so another order of sets."""
     code = (
-        "import json; from jaxformer import config; from tests.config.values import ANYTHING, Scaled\n"
+        "import json; from jaxformer import config; from tests.config.values import "
+        "ANYTHING, Scaled\n"
         "made = {name: Scaled(inner=make()) for name, make in ANYTHING.items()}\n"
-        "print(json.dumps({name: [config.describe(one), config.fingerprint(one)] for name, one in made.items()}))"
+        "print(json.dumps({name: [config.describe(one), config.fingerprint(one)] for name, "
+        "one in made.items()}))"
     )
     environment = os.environ | {"PYTHONHASHSEED": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     made = {name: Scaled(inner=make()) for name, make in ANYTHING.items()}
-    assert json.loads(done.stdout) == {name: [C.describe(one), C.fingerprint(one)] for name, one in made.items()}
+    assert json.loads(done.stdout) == {
+        name: [C.describe(one), C.fingerprint(one)] for name, one in made.items()
+    }

@@ -1,4 +1,5 @@
-"""Expressions call what is offered and nothing else; whatever else is written is refused in one line, and quickly."""
+"""Expressions call what is offered and nothing else; whatever else is written is refused in one
+line, and quickly."""
 
 import ast
 import builtins
@@ -83,7 +84,12 @@ def test_a_class_alone_is_an_object_with_its_defaults():
 
 
 def fails(x):
-    raise {"value": ValueError("two\nlines"), "none": ValueError(), "key": KeyError("k"), "config": ConfigError("c")}[x]
+    raise {
+        "value": ValueError("two\nlines"),
+        "none": ValueError(),
+        "key": KeyError("k"),
+        "config": ConfigError("c"),
+    }[x]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +207,9 @@ def test_refused_without_a_call_in_one_line_and_quickly(text, hint, monkeypatch,
         read(text, hint, recorder.names)
     assert time.process_time() - begin < 2
     monkeypatch.undo()
-    assert set(recorder.called) <= set("abc")  # parts inside what is refused may have been called, nothing else
+    assert set(recorder.called) <= set(
+        "abc"
+    )  # parts inside what is refused may have been called, nothing else
     assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 300
     assert not recwarn.list
 
@@ -239,11 +247,15 @@ def extended(part):
     name = st.sampled_from(["x", "y", "__class__"])
     return st.one_of(
         st.tuples(part, operators, part).map(" ".join),
-        st.tuples(st.sampled_from(["-", "~", "not ", "*", "**", "await ", "lambda: ", "lambda x: "]), part).map("".join),
+        st.tuples(
+            st.sampled_from(["-", "~", "not ", "*", "**", "await ", "lambda: ", "lambda x: "]), part
+        ).map("".join),
         st.lists(part, max_size=3).map(lambda items: f"({', '.join(items)})"),
         st.lists(part, max_size=3).map(lambda items: f"[{', '.join(items)}]"),
         pair.map(lambda items: f"{{{items[0]}: {items[1]}}}"),
-        st.tuples(part, st.lists(part, max_size=2)).map(lambda call: f"{call[0]}({', '.join(call[1])})"),
+        st.tuples(part, st.lists(part, max_size=2)).map(
+            lambda call: f"{call[0]}({', '.join(call[1])})"
+        ),
         st.tuples(part, name, part).map(lambda call: f"{call[0]}({call[1]}={call[2]})"),
         st.tuples(part, part).map(lambda call: f"{call[0]}(*{call[1]})"),
         st.tuples(part, part).map(lambda call: f"{call[0]}(**{call[1]})"),
@@ -268,14 +280,33 @@ def test_nothing_but_offered_names_is_called(text):
     names = dict(recorder.names)
     used = set()
     with contextlib.suppress(SyntaxError, ValueError):
-        used = {node.id for node in ast.walk(ast.parse(text.strip(), mode="eval")) if isinstance(node, ast.Name)}
-    kinds = (ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Tuple, ast.List, ast.Dict,
-             ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop)  # fmt: skip
+        used = {
+            node.id
+            for node in ast.walk(ast.parse(text.strip(), mode="eval"))
+            if isinstance(node, ast.Name)
+        }
+    kinds = (
+        ast.Expression,
+        ast.Constant,
+        ast.Name,
+        ast.Load,
+        ast.Call,
+        ast.keyword,
+        ast.Tuple,
+        ast.List,
+        ast.Dict,
+        ast.UnaryOp,
+        ast.BinOp,
+        ast.operator,
+        ast.unaryop,
+    )
     try:
         evaluate(text, names)
     except ConfigError as error:
         assert len(str(error).splitlines()) == 1 and " at 0x" not in str(error)
     else:
         assert used <= {"a", "b", "c", "inf", "nan"}
-        assert all(isinstance(node, kinds) for node in ast.walk(ast.parse(text.strip(), mode="eval")))
+        assert all(
+            isinstance(node, kinds) for node in ast.walk(ast.parse(text.strip(), mode="eval"))
+        )
     assert set(recorder.called) <= used & set("abc")

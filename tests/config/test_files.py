@@ -1,4 +1,5 @@
-"""Experiment files: found by name and path, run, run again from a copy, and what they import and offer."""
+"""Experiment files: found by name and path, run, run again from a copy, and what they import and
+offer."""
 
 import hashlib
 import shutil
@@ -33,7 +34,8 @@ experiment = Experiment("{name}", local_mixer)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with experiments/, as the current one; imports and paths are as before afterwards."""
+    """A folder with experiments/, as the current one; imports and paths are as before
+    afterwards."""
     (tmp_path / "experiments").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -48,9 +50,16 @@ def test_load_by_name_and_by_path(folder):
     (folder / "experiments" / "quickstart.py").write_text(FILE.format(name="q"))
     (folder / "elsewhere.py").write_text(FILE.format(name="e"))
     by_name, by_path = C.load("quickstart"), C.load("elsewhere.py")
-    assert (by_name.name, by_path.name, C.load(str(folder / "elsewhere.py")).name) == ("q", "e", "e")
+    assert (by_name.name, by_path.name, C.load(str(folder / "elsewhere.py")).name) == (
+        "q",
+        "e",
+        "e",
+    )
     assert C.load("experiments/quickstart.py").name == "q"
-    assert C.available()["quickstart"] == folder / "experiments" / "quickstart.py" or "quickstart" in C.available()
+    assert (
+        C.available()["quickstart"] == folder / "experiments" / "quickstart.py"
+        or "quickstart" in C.available()
+    )
     assert C.describe(by_name) | {"name": ""} == C.describe(by_path) | {"name": ""}
 
 
@@ -68,7 +77,8 @@ def test_experiments_may_build_on_each_other(folder):
         "experiment = dataclasses.replace(first, name='second')\n"
     )
     (folder / "experiments" / "third.py").write_text(
-        "import dataclasses\nfrom .first import experiment as first\nexperiment = dataclasses.replace(first, name='third')\n"
+        "import dataclasses\nfrom .first import experiment as first\nexperiment = "
+        "dataclasses.replace(first, name='third')\n"
     )
     fresh = C.describe(C.load("second"))
     assert fresh["name"] == "second" and C.load("third").name == "third"
@@ -106,12 +116,19 @@ def test_load_mistakes(folder):
     (experiments / "quickstart.py").write_text(FILE.format(name="q"))
     (experiments / "empty.py").write_text("")
     (experiments / "raises.py").write_text("import os\n\nos.environ[\n'no such variable']\n")
-    (experiments / "invalid.py").write_text("from tests_config_classes import Experiment\nExperiment(\n  'x', width=3)\n")
+    (experiments / "invalid.py").write_text(
+        "from tests_config_classes import Experiment\nExperiment(\n  'x', width=3)\n"
+    )
     (experiments / "syntax.py").write_text("x = 1\ny = (\n")
     (experiments / "bytes.py").write_bytes(b"x = '\xff'")
-    assert message(C.load, "quikstart") == "no experiment 'quikstart' in experiments/; did you mean 'quickstart'?"
+    assert (
+        message(C.load, "quikstart")
+        == "no experiment 'quikstart' in experiments/; did you mean 'quickstart'?"
+    )
     assert message(C.load, "zzzz") == "no experiment 'zzzz' in experiments/"
-    assert message(C.load, "experiments/quikstart.py") == ("no file experiments/quikstart.py; did you mean quickstart.py?")
+    assert message(C.load, "experiments/quikstart.py") == (
+        "no file experiments/quikstart.py; did you mean quickstart.py?"
+    )
     before = set(sys.modules)
     assert "empty.py: defines no `experiment`" in message(C.load, "empty")
     assert "raises.py:3: KeyError: 'no such variable'" in message(C.load, "raises")
@@ -159,7 +176,11 @@ def test_a_copy_run_again_gives_the_same_description(own):
     copy = own / "runs" / "experiment.py"
     copy.write_text(source.text)
     facts = source.facts()
-    for change in (lambda: None, lambda: (own / "own.py").write_text("edited"), (own / "own.py").unlink):
+    for change in (
+        lambda: None,
+        lambda: (own / "own.py").write_text("edited"),
+        (own / "own.py").unlink,
+    ):
         change()
         back = C.again(copy, facts)
         assert C.describe(back.experiment) == described
@@ -185,9 +206,13 @@ def test_a_copy_that_fails_says_that_its_original_is_gone(own):
 
 def test_imports_of_the_users_files_are_recorded_also_indirect_ones(own):
     digest = lambda name: hashlib.sha256((own / name).read_bytes()).hexdigest()
-    imports = {path: found for path, found in C.read("own.py").imports.items() if path.startswith(str(own))}
+    imports = {
+        path: found for path, found in C.read("own.py").imports.items() if path.startswith(str(own))
+    }
     assert imports == {str(own / name): digest(name) for name in ("helpers.py", "deeper.py")}
-    assert not any("site-packages" in path or "dataclasses" in path for path in C.read("own.py").imports)
+    assert not any(
+        "site-packages" in path or "dataclasses" in path for path in C.read("own.py").imports
+    )
 
 
 def test_packages_and_their_modules_are_recorded(folder):
@@ -214,12 +239,16 @@ def test_names_offered_are_the_users_own(own):
     names = C.read("own.py").names
     assert {"Own", "Plain", "scale", "preset", "half", "experiment"} <= set(names)
     assert not {"dataclass", "functools", "Path", "K", "_hidden", "here", "helpers"} & set(names)
-    assert C.override(C.load("own.py"), ["--mixer=preset", "--mixer.rate=3"], {"": names}).mixer.rate == 3.0
+    assert (
+        C.override(C.load("own.py"), ["--mixer=preset", "--mixer.rate=3"], {"": names}).mixer.rate
+        == 3.0
+    )
 
 
 def test_names_offered_contain_what_the_file_imports_from_this_library(folder):
     (folder / "x.py").write_text(
-        FILE.format(name="x") + "from jaxformer.masks import causal\nfrom math import sqrt\nfrom optax import adam\n"
+        FILE.format(name="x")
+        + "from jaxformer.masks import causal\nfrom math import sqrt\nfrom optax import adam\n"
     )
     names = C.read("x.py").names
     assert "causal" in names and not {"sqrt", "adam"} & set(names)

@@ -1,4 +1,5 @@
-"""The small files of a run, damaged in every way: one line that names the file, and no traceback."""
+"""The small files of a run, damaged in every way: one line that names the file, and no
+traceback."""
 
 import os
 import shutil
@@ -12,9 +13,13 @@ from jaxformer.errors import ConfigError
 from tests.tiny import furnish
 
 DAMAGE = {
-    "empty": b"", "no text": b"\xff\xfe\x00", "a list": b"[1, 2]", "a number": b"3", "brackets": b"[" * 100_000,
+    "empty": b"",
+    "no text": b"\xff\xfe\x00",
+    "a list": b"[1, 2]",
+    "a number": b"3",
+    "brackets": b"[" * 100_000,
     "another object": b'{"type": "bpe", "tokenizer": {"model": 3}, "overrides": 3}',
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)

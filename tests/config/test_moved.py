@@ -1,4 +1,5 @@
-"""Names that the library moved: files of older runs import them from where they were, and runs keep their names."""
+"""Names that the library moved: files of older runs import them from where they were, and runs keep
+their names."""
 
 import importlib
 import importlib.util
@@ -23,7 +24,11 @@ from jaxformer.models import mixers
 from jaxformer.models.mixers import variants
 from jaxformer.models.mixers.variants import gated
 
-assert Start is FromRun and Loss is TokenCrossEntropy and analysis.__name__ == "jaxformer.tools.analysis"
+assert (
+    Start is FromRun
+    and Loss is TokenCrossEntropy
+    and analysis.__name__ == "jaxformer.tools.analysis"
+)
 assert ops.attention and ops.linear_attention.__module__ == "jaxformer.zoo.linear_attention"
 assert mixers.Performer.__module__ == "jaxformer.zoo.performer" and variants.gated is gated
 model = ModelConfig(256, 1, 8, 1, context_length=8)
@@ -47,13 +52,17 @@ def test_an_older_experiment_file_imports_what_moved(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "jaxformer"):
         experiment = config.load(str(path))
     assert type(experiment.objective).__module__ == "jaxformer.objectives.masked"
-    assert "jaxformer.training.FromRun is now jaxformer.runs.initial.FromRun; change the import" in caplog.messages
+    assert (
+        "jaxformer.training.FromRun is now jaxformer.runs.initial.FromRun; change the import"
+        in caplog.messages
+    )
     assert not any("Experiment" in line or "ModelConfig" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("name", sorted(moved._left()))
 def test_a_module_that_lost_names_is_in_all_else_itself(name):
-    """What asks a module for a name that it never had, as `hasattr` and `describe` do, gets the usual answer."""
+    """What asks a module for a name that it never had, as `hasattr` and `describe` do, gets the
+    usual answer."""
     parent, _, last = name.rpartition(".")
     seen = getattr(moved.import_from(parent, (last,)), last)
     assert not hasattr(seen, "__experiment_text__") and not hasattr(seen, "no_such_name")
@@ -84,7 +93,8 @@ experiment = Experiment(name="mine", model=model, data=Reverse())
 
 
 def test_a_users_function_is_described_alike_however_its_modules_were_imported(tmp_path):
-    """`from jaxformer import ops` gives a file what may know earlier names; the run's name does not depend on it."""
+    """`from jaxformer import ops` gives a file what may know earlier names; the run's name does not
+    depend on it."""
     ways = (
         "from jaxformer import ops\nfrom jaxformer.models import mixers",
         "import jaxformer.ops as ops\nimport jaxformer.models.mixers as mixers",
@@ -107,7 +117,10 @@ def test_an_earlier_name_warns_once(caplog):
 
 
 def test_what_never_was_is_refused_as_usual(tmp_path):
-    for line in "from jaxformer.training.initial import NoSuch", "from jaxformer.training import NoSuch":
+    for line in (
+        "from jaxformer.training.initial import NoSuch",
+        "from jaxformer.training import NoSuch",
+    ):
         path = tmp_path / "wrong.py"
         path.write_text(line)
         with pytest.raises(ConfigError, match="NoSuch"):
@@ -132,11 +145,13 @@ experiment = Experiment(name="old", model=model, data=Text("text.txt"))
 
 
 def test_the_place_of_norms_is_read_as_a_block_and_keeps_its_name(tmp_path, caplog):
-    """A field that another took the place of: in a file, as an option of an older run, and in the description of a run."""
+    """A field that another took the place of: in a file, as an option of an older run, and in the
+    description of a run."""
     (tmp_path / "old.py").write_text(PLACED)
     (tmp_path / "new.py").write_text(
         PLACED.replace('norm_placement="post"', "block=post_norm").replace(
-            "from jaxformer.training", "from jaxformer.models.blocks import post_norm\nfrom jaxformer.training"
+            "from jaxformer.training",
+            "from jaxformer.models.blocks import post_norm\nfrom jaxformer.training",
         )
     )
     with caplog.at_level(logging.WARNING):
@@ -146,7 +161,12 @@ def test_the_place_of_norms_is_read_as_a_block_and_keeps_its_name(tmp_path, capl
     described = config.describe(new)["model"]
     assert described["norm_placement"] == "post" and "block" not in described
     names = {"block": {"post_norm": new.model.block, "sandwich": None}}
-    found = [config.override(old, [option], names) for option in ("--model.norm-placement=post", "--model.block=post_norm")]
+    found = [
+        config.override(old, [option], names)
+        for option in ("--model.norm-placement=post", "--model.block=post_norm")
+    ]
     assert found[0].model == found[1].model == new.model
-    with pytest.raises(ConfigError, match="norm_placement='Post': expected one of pre, post, sandwich"):
+    with pytest.raises(
+        ConfigError, match="norm_placement='Post': expected one of pre, post, sandwich"
+    ):
         type(new.model)(256, 1, 8, 1, context_length=8, norm_placement="Post")

@@ -1,4 +1,5 @@
-"""Options of the command line over a small nest of configs: what they set, the errors, each in one line, and the list."""
+"""Options of the command line over a small nest of configs: what they set, the errors, each in one
+line, and the list."""
 
 import dataclasses
 import functools
@@ -80,13 +81,23 @@ class Experiment:
 
 
 NAMES = {
-    "": {name: value for name, value in globals().items() if callable(value) and not name.startswith("_")},
+    "": {
+        name: value
+        for name, value in globals().items()
+        if callable(value) and not name.startswith("_")
+    },
     "masks": {"causal": causal, "window": window, "prefix": prefix},
 }
 BASE = Experiment("base")
 FULL = Experiment(
     "full",
-    Model(8, window=3, rope=Rope(scaling=Linear(2.0)), other_mixer=second_mixer, masks=(causal(), window(3))),
+    Model(
+        8,
+        window=3,
+        rope=Rope(scaling=Linear(2.0)),
+        other_mixer=second_mixer,
+        masks=(causal(), window(3)),
+    ),
     Lion(),
     mixture=(Adam(), Lion(0.5)),
 )
@@ -141,25 +152,45 @@ def override(experiment, *args):
         (["--level=2"], "level", 2),
         (["--model.mixer=second_mixer"], "model.mixer", second_mixer),
         (["--model.other-mixer=second_mixer"], "model.other_mixer", second_mixer),
-        (["--model.other-mixer=second_mixer", "--model.other-mixer=None"], "model.other_mixer", None),
+        (
+            ["--model.other-mixer=second_mixer", "--model.other-mixer=None"],
+            "model.other_mixer",
+            None,
+        ),
         (["--model.mixer=Scaled"], "model.mixer", Scaled()),
         (["--model.mixer", "Scaled(factor=3)"], "model.mixer", Scaled(3.0)),
-        (["--model.mixer", "Scaled(3, inner=Shifted(1, 'a'))"], "model.mixer", Scaled(3.0, Shifted(1, "a"))),
+        (
+            ["--model.mixer", "Scaled(3, inner=Shifted(1, 'a'))"],
+            "model.mixer",
+            Scaled(3.0, Shifted(1, "a")),
+        ),
         (["--model.mixer=Scaled", "--model.mixer.factor=3"], "model.mixer", Scaled(3.0)),
         (["--model.mixer.factor=3", "--model.mixer=Scaled"], "model.mixer", Scaled(3.0)),
         (
-            ["--model.other-mixer.inner.factor=3", "--model.other-mixer=Scaled", "--model.other-mixer.inner=Scaled"],
+            [
+                "--model.other-mixer.inner.factor=3",
+                "--model.other-mixer=Scaled",
+                "--model.other-mixer.inner=Scaled",
+            ],
             "model.other_mixer",
             Scaled(inner=Scaled(3.0)),
         ),
         (["--model.masks", "causal() & window(255)"], "model.masks", (causal() & window(255),)),
-        (["--model.masks", "(causal() & window(9)) | prefix(2)"], "model.masks", (causal() & window(9) | prefix(2),)),
+        (
+            ["--model.masks", "(causal() & window(9)) | prefix(2)"],
+            "model.masks",
+            (causal() & window(9) | prefix(2),),
+        ),
         (["--model.masks", "(causal(), ~window(3))"], "model.masks", (causal(), ~window(3))),
         (["--mixture", "(Adam, Lion(0.5))"], "mixture", (Adam(), Lion(0.5))),
         (["--optimizer", "Lion(learning_rate=1)"], "optimizer", Lion(1.0)),
         (["--optimizer=Lion", "--optimizer.weight-decay=0.2"], "optimizer", Lion(weight_decay=0.2)),
         (["--model.rope=Rope", "--model.rope.theta=1"], "model.rope", Rope(1.0)),
-        (["--initial=runs/quickstart-abcdef12"], "initial", "runs/quickstart-abcdef12"),  # no subtraction
+        (
+            ["--initial=runs/quickstart-abcdef12"],
+            "initial",
+            "runs/quickstart-abcdef12",
+        ),  # no subtraction
         (["--initial=bert-base-uncased"], "initial", "bert-base-uncased"),
         (["--initial=second_mixer"], "initial", second_mixer),
         (["--initial", "Scaled(3)"], "initial", Scaled(3.0)),
@@ -181,7 +212,10 @@ def test_override_reaches_the_chosen_member_and_nothing_else():
     assert override(chosen, "--model.mixer.twice").model == twice
     assert override(chosen, "--model.mixer=first_mixer").model.mixer is first_mixer
     assert override(chosen, "--model.other-mixer=None").model.other_mixer is None
-    both = ("--model.mixer.by=2", "--model.mixer=Scaled")  # of the class that is chosen, in any order
+    both = (
+        "--model.mixer.by=2",
+        "--model.mixer=Scaled",
+    )  # of the class that is chosen, in any order
     assert message(override, chosen, *both).startswith("--model.mixer.by: no such option")
     assert override(FULL, "--optimizer.weight-decay=0.2").optimizer == Lion(weight_decay=0.2)
     assert override(FULL, "--model.rope.scaling.factor=3").model.rope == Rope(scaling=Linear(3.0))
@@ -210,7 +244,10 @@ def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
             ["--optimzer.learning-rate=1"],
             "--optimzer.learning-rate: no such option; did you mean --optimizer.learning-rate?",
         ),
-        (["--learning_rate=1"], "--learning_rate: no such option; did you mean --optimizer.learning-rate?"),
+        (
+            ["--learning_rate=1"],
+            "--learning_rate: no such option; did you mean --optimizer.learning-rate?",
+        ),
         (["--stepz", "3"], "--stepz: no such option; did you mean --steps?"),
         (["--qqqqqq"], "--qqqqqq: no such option"),
         (["--optimizer.weight-decay=1"], "--optimizer.weight-decay: no such option"),
@@ -222,17 +259,35 @@ def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
         (["--steps=True"], "--steps=True: expected int, got True"),
         (["--steps"], "--steps: expected int"),
         (["--steps", "1", "2"], "2: expected an option; did you mean --2?"),
-        (["--optimizer.learning-rate=x"], "--optimizer.learning-rate=x: there is no 'x' to choose from; expected float"),
+        (
+            ["--optimizer.learning-rate=x"],
+            "--optimizer.learning-rate=x: there is no 'x' to choose from; expected float",
+        ),
         (["--optimizer.betas", "1"], "--optimizer.betas 1: expected float float, got 1"),
-        (["--optimizer.betas", "(1, 2, 3)"], "--optimizer.betas (1, 2, 3): expected float float, got (1, 2, 3)"),
+        (
+            ["--optimizer.betas", "(1, 2, 3)"],
+            "--optimizer.betas (1, 2, 3): expected float float, got (1, 2, 3)",
+        ),
         (
             ["--model.norm=batch"],
-            "--model.norm=batch: there is no 'batch' to choose from; did you mean Path?; expected one of layer, rms",
+            (
+                "--model.norm=batch: there is no 'batch' to choose from; did you mean Path?; "
+                "expected one of layer, rms"
+            ),
         ),
-        (["--model.bias=maybe"], "--model.bias=maybe: there is no 'maybe' to choose from; expected bool"),
+        (
+            ["--model.bias=maybe"],
+            "--model.bias=maybe: there is no 'maybe' to choose from; expected bool",
+        ),
         (["--model.bias=1"], "--model.bias=1: expected bool, got 1"),
-        (["--model.window=x"], "--model.window=x: there is no 'x' to choose from; expected int or None"),
-        (["--loggers", "x"], "--loggers x: there is no 'x' to choose from; expected one of tensorboard, wandb"),
+        (
+            ["--model.window=x"],
+            "--model.window=x: there is no 'x' to choose from; expected int or None",
+        ),
+        (
+            ["--loggers", "x"],
+            "--loggers x: there is no 'x' to choose from; expected one of tensorboard, wandb",
+        ),
         (["--level=3"], "--level=3: expected one of 1, 2, got 3"),
         (
             ["--model.masks=causal"],
@@ -240,15 +295,25 @@ def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
         ),
         (
             ["--model.masks", "causal & window(3)"],
-            "--model.masks causal & window(3): unsupported operand type(s) for &: 'function' and 'Mask'; expected Mask",
+            (
+                "--model.masks causal & window(3): unsupported operand type(s) for &: 'function' "
+                "and 'Mask'; expected Mask"
+            ),
         ),
         (
             ["--model.mixer=scond_mixer"],
-            "--model.mixer=scond_mixer: there is no 'scond_mixer' to choose from; did you mean second_mixer?; "
+            "--model.mixer=scond_mixer: there is no 'scond_mixer' to choose from; did you "
+            "mean second_mixer?; "
             "expected a function such as Name(field=value)",
         ),
-        (["--model.mixer=3"], "--model.mixer=3: expected a function such as Name(field=value), got 3"),
-        (["--model.mixer=Adam"], "--model.mixer=Adam: expected a function such as Name(field=value), got Adam(...)"),
+        (
+            ["--model.mixer=3"],
+            "--model.mixer=3: expected a function such as Name(field=value), got 3",
+        ),
+        (
+            ["--model.mixer=Adam"],
+            "--model.mixer=Adam: expected a function such as Name(field=value), got Adam(...)",
+        ),
         (
             ["--model.mixer=Scaled", "--model.mixer.factor=x"],
             "--model.mixer.factor=x: there is no 'x' to choose from; expected float",
@@ -256,17 +321,27 @@ def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
         (["--optimizer=Linear"], "--optimizer=Linear: expected Adam or Lion, got Linear(...)"),
         (
             ["--optimizer=Adan"],
-            "--optimizer=Adan: there is no 'Adan' to choose from; did you mean Adam?; expected Adam or Lion",
+            (
+                "--optimizer=Adan: there is no 'Adan' to choose from; did you mean Adam?; "
+                "expected Adam or Lion"
+            ),
         ),
-        (["--optimizer=first_mixer"], "--optimizer=first_mixer: expected Adam or Lion, got first_mixer"),
+        (
+            ["--optimizer=first_mixer"],
+            "--optimizer=first_mixer: expected Adam or Lion, got first_mixer",
+        ),
         (
             ["--optimizer", "Lion(rate=1)"],
-            "--optimizer Lion(rate=1): Lion(learning_rate, weight_decay): got an unexpected keyword argument 'rate'; "
+            "--optimizer Lion(rate=1): Lion(learning_rate, weight_decay): got an unexpected "
+            "keyword argument 'rate'; "
             "expected Adam or Lion",
         ),
         (
             ["--optimizer", "Lion(weight_decay='x')"],
-            "--optimizer Lion(weight_decay='x'): Lion(weight_decay=...): expected float, got 'x'; expected Adam or Lion",
+            (
+                "--optimizer Lion(weight_decay='x'): Lion(weight_decay=...): expected float, got "
+                "'x'; expected Adam or Lion"
+            ),
         ),
         (
             ["--model.mixer=Shifted"],
@@ -278,7 +353,10 @@ def test_names_belong_to_fields_and_those_of_the_users_file_come_first():
         (["--model.heads=3"], "--model.heads=3: heads=3 does not divide width=64"),
         (
             ["--model.rope.theta=1"],
-            "--model.rope.theta: --model.rope is None, which has no fields; give --model.rope=Rope(theta=...)",
+            (
+                "--model.rope.theta: --model.rope is None, which has no fields; give "
+                "--model.rope=Rope(theta=...)"
+            ),
         ),
         (["steps=3"], "steps=3: expected an option; did you mean --steps=3?"),
         (["-s", "3"], "-s: expected an option; did you mean --s?"),
@@ -291,7 +369,9 @@ def test_override_mistakes(args, expected, capsys):
 
 def test_types_in_messages_read_well():
     hint = Adam | tuple[Rope | None, ...] | Callable | str | None
-    assert expressions.expected(hint) == ("Adam, any number of Rope or None, a function such as Name(field=value), str or None")
+    assert expressions.expected(hint) == (
+        "Adam, any number of Rope or None, a function such as Name(field=value), str or None"
+    )
 
 
 # The list of options
@@ -322,15 +402,28 @@ def test_help_says_type_value_and_meaning(monkeypatch):
     text = C.help_text(FULL, "show full")
     lines = text.splitlines()
     assert lines[lines.index("--model.heads  int = 4") + 1] == "      must divide the width"
-    assert lines[lines.index("--model.bias  bool = True") + 1] == "      whether linear maps add a bias"
+    assert (
+        lines[lines.index("--model.bias  bool = True") + 1]
+        == "      whether linear maps add a bias"
+    )
     assert "--model.norm  one of layer, rms = 'layer'" in lines
     assert "--model.window  int or None = 3" in lines
-    assert "--model.other-mixer  a function such as Name(field=value) or None = second_mixer" in lines
-    assert "--model.masks  any number of Mask = (causal(), window(3, 3))" in text or "causal()" in text
+    assert (
+        "--model.other-mixer  a function such as Name(field=value) or None = second_mixer" in lines
+    )
+    assert (
+        "--model.masks  any number of Mask = (causal(), window(3, 3))" in text or "causal()" in text
+    )
     assert "--initial  a function such as Name(field=value), str or None = None" in lines
     scaled = C.help_text(Experiment("x", Model(8, mixer=Scaled())), "x").splitlines()
-    assert scaled[scaled.index("--model.mixer  Scaled(...)") + 1] == "      A function that is a config."
-    assert scaled[scaled.index("--model.mixer.factor  float = 2.0") + 1] == "      multiplies the input"
+    assert (
+        scaled[scaled.index("--model.mixer  Scaled(...)") + 1]
+        == "      A function that is a config."
+    )
+    assert (
+        scaled[scaled.index("--model.mixer.factor  float = 2.0") + 1]
+        == "      multiplies the input"
+    )
 
 
 @pytest.mark.parametrize(
@@ -367,7 +460,11 @@ def test_help_of_every_experiment(monkeypatch):
     for name in C.available():
         experiment = C.load(name)
         text = C.help_text(experiment, name)
-        field = r"--model(\.decoder)?\.num-layers  int = " if models.is_config(experiment.model) else "--model  "
+        field = (
+            r"--model(\.decoder)?\.num-layers  int = "
+            if models.is_config(experiment.model)
+            else "--model  "
+        )
         assert " at 0x" not in text and re.search(field, text)
     for name in {name for name in sys.modules if name.startswith("experiment")} - before:
         del sys.modules[name]

@@ -6,7 +6,12 @@ import pytest
 
 from jaxformer.config.patterns import idle_alternatives
 
-NAMES = ["layers/attention/query/kernel", "layers/attention/value/kernel", "layers/feedforward/up/kernel", "embedding/tokens"]
+NAMES = [
+    "layers/attention/query/kernel",
+    "layers/attention/value/kernel",
+    "layers/feedforward/up/kernel",
+    "embedding/tokens",
+]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Calls of a file system that has trouble are made again, and an error is never taken for a file that is not there."""
+"""Calls of a file system that has trouble are made again, and an error is never taken for a file
+that is not there."""
 
 import builtins
 import errno
@@ -13,7 +14,16 @@ from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 
 LASTING = sorted(storage.LASTING)
-PASSING = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EBUSY]
+PASSING = [
+    errno.EIO,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ETIMEDOUT,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EINTR,
+    errno.EBUSY,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -73,8 +83,16 @@ def test_an_error_says_nothing_about_what_is_there(tmp_path, monkeypatch):
             with pytest.raises(OSError, match="Stale"):
                 ask(file)
         assert failed
-    assert (storage.exists(file), storage.is_file(file), storage.is_dir(file)) == (True, True, False)
-    assert not storage.exists(tmp_path / "none") and not storage.exists(file / "below") and storage.is_dir(tmp_path)
+    assert (storage.exists(file), storage.is_file(file), storage.is_dir(file)) == (
+        True,
+        True,
+        False,
+    )
+    assert (
+        not storage.exists(tmp_path / "none")
+        and not storage.exists(file / "below")
+        and storage.is_dir(tmp_path)
+    )
     assert not storage.exists(tmp_path / ("n" * 300)) and not storage.exists(f"{tmp_path}/\0")
 
 
@@ -82,7 +100,9 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "file").write_text("text")
     search = lambda: tmp_path.glob("**/file")
-    assert storage.list_names(tmp_path) == ["a"] and storage.find_files(search, tmp_path) == [tmp_path / "a" / "file"]
+    assert storage.list_names(tmp_path) == ["a"] and storage.find_files(search, tmp_path) == [
+        tmp_path / "a" / "file"
+    ]
     assert storage.list_names(tmp_path / "none") == []
     for name, ask in (("listdir", storage.list_names), ("scandir", storage.files_below)):
         call, _ = failing(getattr(os, name), errno.EIO, 99, str(tmp_path))
@@ -95,7 +115,8 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch)
 @pytest.mark.parametrize("call", ["fsync", "replace", "open"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EINTR, errno.EXDEV])
 def test_a_file_is_written_again_as_a_whole(call, number, tmp_path, monkeypatch):
-    """Also after an fsync that failed: what it was to bring to the disk may be gone, and a second fsync would not say so."""
+    """Also after an fsync that failed: what it was to bring to the disk may be gone, and a second
+    fsync would not say so."""
     file = tmp_path / "file"
     config.write_atomically(file, "old")
     owner, match = (builtins if call == "open" else os), ("" if call == "fsync" else ".unfinished")
@@ -128,13 +149,17 @@ def test_readers_raise_what_may_pass_and_refuse_what_does_not(tmp_path, monkeypa
 
 
 def test_a_search_reads_no_more_folders_than_its_pattern(tmp_path, monkeypatch):
-    """Trouble below them is none of its business, and a folder without rights is left out, as a glob leaves it out."""
+    """Trouble below them is none of its business, and a folder without rights is left out, as a
+    glob leaves it out."""
     (tmp_path / "a" / "deep").mkdir(parents=True)
     for file in ("x.txt", "a/y.txt", "a/deep/z.txt"):
         (tmp_path / file).write_text("text")
 
     def found(pattern, depth):
-        return [str(file.relative_to(tmp_path)) for file in storage.find_files(lambda: tmp_path.glob(pattern), tmp_path, depth)]
+        return [
+            str(file.relative_to(tmp_path))
+            for file in storage.find_files(lambda: tmp_path.glob(pattern), tmp_path, depth)
+        ]
 
     call, failed = failing(os.scandir, errno.EIO, 99, str(tmp_path / "a" / "deep"))
     monkeypatch.setattr(os, "scandir", call)

@@ -149,8 +149,12 @@ ANYTHING = {
     "linen": lambda: Maps(4),
     "dense": lambda: flax.linen.Dense(3, kernel_init=flax.linen.initializers.lecun_normal()),
     "nnx": lambda: flax.nnx.Linear(2, 3, rngs=flax.nnx.Rngs(0)),
-    "optax": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.0, 1.0, 5))),
-    "optax masked": lambda: optax.multi_transform({"a": optax.adam(1e-3), "b": optax.set_to_zero()}, lambda p: "a"),
+    "optax": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.0, 1.0, 5))
+    ),
+    "optax masked": lambda: optax.multi_transform(
+        {"a": optax.adam(1e-3), "b": optax.set_to_zero()}, lambda p: "a"
+    ),
     "optax injected": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
     "mask": lambda: causal() | Mask(lambda mask, q, kv: q == kv),
 }

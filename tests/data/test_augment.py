@@ -1,4 +1,5 @@
-"""Random changes of images: functions of the key and the row, of the same shape and range; nothing of them is scored."""
+"""Random changes of images: functions of the key and the row, of the same shape and range; nothing
+of them is scored."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,14 @@ from jaxformer.models import Classification, ModelConfig, Patches
 from jaxformer.objectives import StepContext
 from jaxformer.training import ClassCrossEntropy
 
-FUNCTIONS = [Flip(), Crop(2), ResizedCrop(), ResizedCrop((0.3, 0.9), (0.5, 2.0)), Move(), Move(45.0, 2.0)]
+FUNCTIONS = [
+    Flip(),
+    Crop(2),
+    ResizedCrop(),
+    ResizedCrop((0.3, 0.9), (0.5, 2.0)),
+    Move(),
+    Move(45.0, 2.0),
+]
 IMAGES = jax.random.uniform(jax.random.key(0), (6, 8, 10, 3), minval=0.2)
 KEYS = jax.random.split(jax.random.key(1), 40)
 
@@ -40,8 +48,12 @@ def test_functions_follow_each_other_with_keys_of_their_own():
     by_hand = IMAGES
     for number, function in enumerate(FUNCTIONS):
         keys = jax.random.split(jax.random.fold_in(KEYS[0], number), len(IMAGES))
-        by_hand = jnp.stack([function(key, image) for key, image in zip(keys, by_hand, strict=True)])
-    np.testing.assert_allclose(augmented(FUNCTIONS, KEYS[0], IMAGES), by_hand, atol=1e-5)  # vmap sums in another order
+        by_hand = jnp.stack(
+            [function(key, image) for key, image in zip(keys, by_hand, strict=True)]
+        )
+    np.testing.assert_allclose(
+        augmented(FUNCTIONS, KEYS[0], IMAGES), by_hand, atol=1e-5
+    )  # vmap sums in another order
     np.testing.assert_array_equal(augmented((), KEYS[0], IMAGES), IMAGES)
 
 
@@ -76,7 +88,9 @@ def test_a_resized_crop_reads_a_part_of_the_image():
         found = np.asarray(ResizedCrop((0.2, 0.6), (0.8, 1.25))(key, ramp))[4:-4, 4:-4]
         slopes = np.diff(found[..., 0], axis=0), np.diff(found[..., 1], axis=1)
         for slope in slopes:
-            np.testing.assert_allclose(slope, slope.mean(), atol=1e-3)  # float32 differences of numbers up to 48
+            np.testing.assert_allclose(
+                slope, slope.mean(), atol=1e-3
+            )  # float32 differences of numbers up to 48
         height, width = slopes[0].mean() * 32, slopes[1].mean() * 48
         assert height <= 32.01 and width <= 48.01
         assert 0.199 <= height * width / (32 * 48) <= 0.601
@@ -93,15 +107,25 @@ def test_a_move_is_scipys_affine_map():
         matrix = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
         shift = 1.5 * np.array([down, across])
         options = dict(offset=middle - matrix @ (middle + shift), order=1, mode="grid-constant")
-        channels = [scipy.ndimage.affine_transform(image[..., c], matrix, **options) for c in range(3)]
-        np.testing.assert_allclose(Move(30.0, 1.5)(key, IMAGES[0]), np.stack(channels, axis=-1), atol=1e-4)
+        channels = [
+            scipy.ndimage.affine_transform(image[..., c], matrix, **options) for c in range(3)
+        ]
+        np.testing.assert_allclose(
+            Move(30.0, 1.5)(key, IMAGES[0]), np.stack(channels, axis=-1), atol=1e-4
+        )
     np.testing.assert_allclose(Move(0.0, 0.0)(KEYS[0], IMAGES[0]), image, atol=1e-6)
 
 
 MODEL = ModelConfig(
-    vocab_size=0, num_layers=1, d_model=8, num_heads=2, context_length=20, masks=(full(),),
-    embedding=Patches((8, 10), (2, 2), 3, class_token=False), heads=(Classification(3, pool="mean"),),
-)  # fmt: skip
+    vocab_size=0,
+    num_layers=1,
+    d_model=8,
+    num_heads=2,
+    context_length=20,
+    masks=(full(),),
+    embedding=Patches((8, 10), (2, 2), 3, class_token=False),
+    heads=(Classification(3, pool="mean"),),
+)
 BATCH = {"images": IMAGES, "labels": jnp.arange(6) % 3, "weights": jnp.ones(6)}
 
 
@@ -119,12 +143,16 @@ def test_training_sees_changed_images_and_scoring_does_not():
     assert score(objective.evaluation(), BATCH, KEYS[0]) == score(plain, BATCH, KEYS[1])
     black = lambda key, image: 0 * image  # a function of one's own
     own = score(replace(objective, augment=(black,)), BATCH, KEYS[0])
-    np.testing.assert_allclose(own, score(plain, BATCH | {"images": 0 * IMAGES}, KEYS[0]), rtol=1e-6)
+    np.testing.assert_allclose(
+        own, score(plain, BATCH | {"images": 0 * IMAGES}, KEYS[0]), rtol=1e-6
+    )
 
 
 @pytest.mark.thorough
 def test_a_change_does_not_depend_on_the_mesh():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
     split = jax.device_put(IMAGES, jax.NamedSharding(mesh, jax.P("data")))
     key = jax.device_put(KEYS[0], jax.NamedSharding(mesh, jax.P()))
     run = jax.jit(partial(augmented, FUNCTIONS))

@@ -1,4 +1,5 @@
-"""Batches are a function of (seed, step) on any number of hosts; validation covers its split; prefetch never hangs."""
+"""Batches are a function of (seed, step) on any number of hosts; validation covers its split;
+prefetch never hangs."""
 
 import re
 import subprocess
@@ -57,7 +58,9 @@ def test_hosts_together_hold_the_same_batch(count, hosts):
     parts = [batches(split, 8, seed=5, rows=rows) for rows in np.split(np.arange(8), hosts)]
     for step in (0, 1, 17, 10**9):
         for name, array in whole[step].items():
-            np.testing.assert_array_equal(np.concatenate([part[step][name] for part in parts]), array)
+            np.testing.assert_array_equal(
+                np.concatenate([part[step][name] for part in parts]), array
+            )
 
 
 @pytest.mark.parametrize("count", WINDOW_COUNTS)
@@ -125,13 +128,20 @@ def test_validation_covers_the_split_once_in_order(count, length, batch_size):
     assert rows[-1]["weights"].dtype == np.float32
 
 
-@given(count=st.integers(1, 30), batch_size=st.integers(1, 9), shape=st.sampled_from([(), (3,), (2, 3)]))
+@given(
+    count=st.integers(1, 30),
+    batch_size=st.integers(1, 9),
+    shape=st.sampled_from([(), (3,), (2, 3)]),
+)
 @settings(max_examples=50, deadline=None)
 def test_validation_fills_up_weights_of_any_rank(count, batch_size, shape):
     """Images have one weight an example: [B], which times [B, 1] was [B, B]."""
     rng = np.random.default_rng(count)
     weights = rng.uniform(0.5, 1, (count, *shape)).astype(np.float32)
-    split = [{"image": np.full((2, 2, 3), i), "labels": np.int32(i), "weights": weights[i]} for i in range(count)]
+    split = [
+        {"image": np.full((2, 2, 3), i), "labels": np.int32(i), "weights": weights[i]}
+        for i in range(count)
+    ]
     rows = list(ValidationBatches(split, batch_size))
     assert all(row["weights"].shape == (batch_size, *shape) for row in rows)
     found = np.concatenate([row["weights"] for row in rows])
@@ -143,14 +153,20 @@ def test_unigram_entropy_is_the_formula():
     rng = np.random.default_rng(0)
     train, validation = rng.integers(0, 5, 4000), rng.integers(0, 3, 700)
     parts = Windows(train.astype(np.uint8), 8), Windows(validation.astype(np.uint8), 8, stride=8)
-    p = np.array([(train[1:] == v).sum() + 1 for v in range(6)]) / (3999 + 6)  # id 5 never occurs: smoothed, not infinite
+    p = np.array([(train[1:] == v).sum() + 1 for v in range(6)]) / (
+        3999 + 6
+    )  # id 5 never occurs: smoothed, not infinite
     expected = -np.mean([np.log(p[v]) for v in validation[1:]])
     # float64 sums in another order
-    assert unigram_entropy(Dataset(*parts, vocab_size=6, digest="", description="")) == pytest.approx(expected, rel=1e-12)
+    assert unigram_entropy(
+        Dataset(*parts, vocab_size=6, digest="", description="")
+    ) == pytest.approx(expected, rel=1e-12)
 
 
 def test_unigrams_of_many_tokens_are_counted_in_evenly_spaced_pieces():
-    tokens = np.repeat(np.arange(100, dtype=np.uint8), 1000)  # 10,000 pieces of 10 tokens, of which 64 are counted
+    tokens = np.repeat(
+        np.arange(100, dtype=np.uint8), 1000
+    )  # 10,000 pieces of 10 tokens, of which 64 are counted
     counts = _token_counts(tokens, 100, piece=10)
     assert counts.sum() == 10 * 64 and counts.max() <= 10
     np.testing.assert_array_equal(_token_counts(tokens, 100, piece=2000), [999, *[1000] * 99])
@@ -174,7 +190,10 @@ def test_what_is_no_data_set_is_refused():
         def open(self, model):
             return {}
 
-    with pytest.raises(ConfigError, match=re.escape("Mine.open returned a dict; return a jaxformer.data.sources.Dataset")):
+    with pytest.raises(
+        ConfigError,
+        match=re.escape("Mine.open returned a dict; return a jaxformer.data.sources.Dataset"),
+    ):
         open_dataset(Mine(), None)
 
 
@@ -196,25 +215,35 @@ class BrokenOneByOne(list):
         return {"tokens": np.full(3, index)}
 
 
-@pytest.mark.parametrize("split", [Broken(np.arange(12), 1), BrokenOneByOne(range(11))], ids=["at once", "one by one"])
+@pytest.mark.parametrize(
+    "split", [Broken(np.arange(12), 1), BrokenOneByOne(range(11))], ids=["at once", "one by one"]
+)
 def test_an_error_names_the_example(split):
     with pytest.raises(BadBatch, match=r"^example 6: KeyError: 'text'$") as caught:
         batches(split, 11, seed=0)[0]
     assert caught.value.__cause__ is Broken.error
-    with pytest.raises(BadBatch, match=r"^the batch of step 0 could not be made: example 6: KeyError: 'text'$") as caught:
+    with pytest.raises(
+        BadBatch, match=r"^the batch of step 0 could not be made: example 6: KeyError: 'text'$"
+    ) as caught:
         list(Prefetch(batches(split, 11, seed=0).__getitem__, 0, 3))
     assert caught.value.__cause__.__cause__ is Broken.error
 
 
 def test_examples_that_do_not_fit_together_are_all_named():
     split = [{"tokens": np.zeros(length)} for length in (3, 3, 4)]
-    with pytest.raises(BadBatch, match=r"^examples \[2, 0, 1\]: ValueError: all input arrays must have the same shape"):
+    with pytest.raises(
+        BadBatch,
+        match=r"^examples \[2, 0, 1\]: ValueError: all input arrays must have the same shape",
+    ):
         take_rows(split, np.array([2, 0, 1]))
 
 
 def test_a_mistake_of_the_user_stays_one_line(monkeypatch):
     monkeypatch.setattr(Broken, "error", ConfigError("shard-3.bin: damaged"))
-    with pytest.raises(ConfigError, match=r"^the batch of step 0 could not be made: example 6: shard-3\.bin: damaged$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^the batch of step 0 could not be made: example 6: shard-3\.bin: damaged$",
+    ):
         list(Prefetch(batches(Broken(np.arange(12), 1), 11, seed=0).__getitem__, 0, 3))
 
 
@@ -230,7 +259,9 @@ class Endless:
 
 def test_a_split_of_any_length_is_shuffled():
     indices = batching.shuffled(np.arange(1000), sys.maxsize, seed=0)
-    assert len(np.unique(indices)) == 1000 and indices.min() >= 0 and indices.max() > sys.maxsize // 2
+    assert (
+        len(np.unique(indices)) == 1000 and indices.min() >= 0 and indices.max() > sys.maxsize // 2
+    )
     assert batches(Endless(), 2, 0)[3]["tokens"].shape == (2, 3)
 
 
@@ -249,7 +280,14 @@ def no_thread_is_left_behind():
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_prefetch_yields_everything_in_order(depth):
-    assert list(Prefetch(lambda step: step * 10, 3, 9, depth=depth, put=str)) == ["30", "40", "50", "60", "70", "80"]
+    assert list(Prefetch(lambda step: step * 10, 3, 9, depth=depth, put=str)) == [
+        "30",
+        "40",
+        "50",
+        "60",
+        "70",
+        "80",
+    ]
     assert list(Prefetch(lambda step: step, 3, 3, depth=depth)) == []
     assert list(Prefetch(lambda step: None, 0, 2, depth=depth)) == [None, None]
 
@@ -259,7 +297,9 @@ def test_prefetch_runs_ahead_by_depth_and_no_further(depth):
     made = []
     with Prefetch(lambda step: made.append(step) or step, 0, 100, depth=depth) as steps:
         deadline = time.monotonic() + 10
-        while len(made) < depth + 1 and time.monotonic() < deadline:  # it begins before anything is asked for
+        while (
+            len(made) < depth + 1 and time.monotonic() < deadline
+        ):  # it begins before anything is asked for
             time.sleep(0.005)
         time.sleep(0.05)
         assert made == list(range(depth + 1))  # `depth` waiting and one in hand

@@ -1,4 +1,5 @@
-"""A corpus: what is encoded, windows over files of tokens, restarts, bad rows, and memory that does not grow."""
+"""A corpus: what is encoded, windows over files of tokens, restarts, bad rows, and memory that does
+not grow."""
 
 import gzip
 import hashlib
@@ -73,7 +74,9 @@ def texts(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table({"text": DOCUMENTS[50:]}), folder / "f.parquet", row_group_size=3)
+    parquet.write_table(
+        pyarrow.table({"text": DOCUMENTS[50:]}), folder / "f.parquet", row_group_size=3
+    )
     return Corpus(str(folder), cache=str(tmp_path / "cache"), validation_fraction=0.1, jobs=2)
 
 
@@ -135,13 +138,17 @@ def test_tokens_of_files_are_the_array(sizes, length, cut):
         np.testing.assert_array_equal(first[:], whole[:cut])
         np.testing.assert_array_equal(second[:], whole[cut:])
         for start in range(len(whole)):
-            np.testing.assert_array_equal(tokens[start : start + length], whole[start : start + length])
+            np.testing.assert_array_equal(
+                tokens[start : start + length], whole[start : start + length]
+            )
         if len(second) > length:
             mine = batching.sources.Windows(whole[cut:], length, length)
             read = batching.sources.Windows(second, length, length)
             assert len(mine) == len(read)
             for name, rows in mine.take_rows(np.arange(len(mine))[::-1]).items():
-                np.testing.assert_array_equal(read.take_rows(np.arange(len(mine))[::-1])[name], rows)
+                np.testing.assert_array_equal(
+                    read.take_rows(np.arange(len(mine))[::-1])[name], rows
+                )
 
 
 def test_training_windows_follow_each_other(small, texts):
@@ -169,7 +176,9 @@ def test_digest_follows_content_and_the_cache_follows_the_files(small, texts, tm
     assert len(list((tmp_path / "cache").iterdir())) == 2
     file.write_text(file.read_text().replace("0", "1"))
     assert open_dataset(texts).digest != first.digest
-    assert open_dataset(replace(texts, validation_fraction=0.2)).digest != open_dataset(texts).digest
+    assert (
+        open_dataset(replace(texts, validation_fraction=0.2)).digest != open_dataset(texts).digest
+    )
 
 
 @pytest.mark.parametrize("survivors", [0, 3])
@@ -188,7 +197,9 @@ def test_encoding_goes_on_where_it_was_killed(small, texts, survivors, tmp_path,
     with pytest.raises(KeyboardInterrupt):
         open_dataset(again)
     made = []
-    monkeypatch.setattr(corpus, "encode_part", lambda entry, part: made.append(part) or encode(entry, part))
+    monkeypatch.setattr(
+        corpus, "encode_part", lambda entry, part: made.append(part) or encode(entry, part)
+    )
     np.testing.assert_array_equal(all_tokens(open_dataset(again)), whole)
     assert made and not set(made) & set(done)
 
@@ -204,7 +215,10 @@ def test_a_killed_command_goes_on_and_two_at_once_agree(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text(jsonl(DOCUMENTS) * 3000)
     config = Corpus(str(file), cache=str(tmp_path / "cache"))
-    code = "from jaxformer.data import corpus, text_files; text_files.PART = 1 << 20;" + OPEN.format(config=config)
+    code = (
+        "from jaxformer.data import corpus, text_files; text_files.PART = 1 << 20;"
+        + OPEN.format(config=config)
+    )
     command = [sys.executable, "-c", code]
     killed = subprocess.Popen(command, stdout=subprocess.PIPE)
     deadline = time.monotonic() + 120
@@ -247,16 +261,20 @@ def flip(file):
 
 
 DAMAGE = {
-    "flipped": flip, "emptied": lambda file: file.write_bytes(b""), "removed": lambda file: file.unlink(),
+    "flipped": flip,
+    "emptied": lambda file: file.write_bytes(b""),
+    "removed": lambda file: file.unlink(),
     "shortened": lambda file: os.truncate(file, file.stat().st_size - 1),
     "replaced": lambda file: file.write_bytes(bytes(file.stat().st_size)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("finished", [True, False])
-def test_any_damaged_file_of_the_cache_is_found_and_made_anew(small, texts, damage, finished, monkeypatch):
+def test_any_damaged_file_of_the_cache_is_found_and_made_anew(
+    small, texts, damage, finished, monkeypatch
+):
     """Of a finished cache, and of one whose encoding was killed before it was summed up."""
     monkeypatch.setattr(text_files, "PART", 1500)
     pytest.importorskip("tokenizers")
@@ -268,8 +286,12 @@ def test_any_damaged_file_of_the_cache_is_found_and_made_anew(small, texts, dama
                 index.unlink()
         if (corpus.Path(config.cache) / file).exists():
             DAMAGE[damage](corpus.Path(config.cache) / file)
-        np.testing.assert_array_equal(all_tokens(open_dataset(config)), whole, err_msg=f"{damage} {file}")
-        np.testing.assert_array_equal(all_tokens(open_dataset(config)), whole, err_msg=f"after {damage} {file}")
+        np.testing.assert_array_equal(
+            all_tokens(open_dataset(config)), whole, err_msg=f"{damage} {file}"
+        )
+        np.testing.assert_array_equal(
+            all_tokens(open_dataset(config)), whole, err_msg=f"after {damage} {file}"
+        )
 
 
 def test_a_cache_that_was_copied_is_read_once_and_kept(small, texts, caplog, monkeypatch):
@@ -279,7 +301,9 @@ def test_a_cache_that_was_copied_is_read_once_and_kept(small, texts, caplog, mon
         os.utime(file, ns=(1, 1))
     read = []
     found = hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda *arguments: read.append(1) or found(*arguments))
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda *arguments: read.append(1) or found(*arguments)
+    )
     monkeypatch.setattr(corpus, "_encode", None)
     for _ in range(2):
         open_dataset(texts)
@@ -297,7 +321,9 @@ def test_tokens_that_are_shortened_while_a_run_reads_them_are_one_line(small, te
         file.unlink()
     with pytest.raises(ConfigError, match=r"example \d+: data\.cache: cannot read .*\.tokens"):
         batching.batches(dataset.train, 8, 0)[0]
-    np.testing.assert_array_equal(open_dataset(texts).train[0]["tokens"], list(WHOLE[0].encode()[:8]))
+    np.testing.assert_array_equal(
+        open_dataset(texts).train[0]["tokens"], list(WHOLE[0].encode()[:8])
+    )
 
 
 def test_files_that_change_while_they_are_encoded_are_not_kept(small, texts, monkeypatch):
@@ -317,12 +343,22 @@ def test_files_that_change_while_they_are_encoded_are_not_kept(small, texts, mon
 # --- tokenizers
 
 
-def test_byte_pairs_are_learned_from_a_sample_without_the_validation_part(small, texts, tmp_path, monkeypatch):
+def test_byte_pairs_are_learned_from_a_sample_without_the_validation_part(
+    small, texts, tmp_path, monkeypatch
+):
     pytest.importorskip("tokenizers")
-    config = replace(texts, path=f"{texts.path}/b/d.jsonl", tokenizer="bpe", vocab_size=300, validation_fraction=0.5)
+    config = replace(
+        texts,
+        path=f"{texts.path}/b/d.jsonl",
+        tokenizer="bpe",
+        vocab_size=300,
+        validation_fraction=0.5,
+    )
     seen = []
     train = tokenizers.BPE.train
-    monkeypatch.setattr(tokenizers.BPE, "train", lambda text, size: seen.append(text) or train(text, size))
+    monkeypatch.setattr(
+        tokenizers.BPE, "train", lambda text, size: seen.append(text) or train(text, size)
+    )
     dataset = open_dataset(config)
     assert open_dataset(config).digest == dataset.digest and len(seen) == 1
     assert DOCUMENTS[15] in seen[0] and DOCUMENTS[39] not in seen[0]
@@ -337,9 +373,17 @@ def test_byte_pairs_are_learned_from_a_sample_without_the_validation_part(small,
 def test_the_sample_of_a_small_corpus_has_none_of_the_validation_part_either(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
     seen, train = [], tokenizers.BPE.train
-    monkeypatch.setattr(tokenizers.BPE, "train", lambda text, size: seen.append(text) or train(text, size))
+    monkeypatch.setattr(
+        tokenizers.BPE, "train", lambda text, size: seen.append(text) or train(text, size)
+    )
     (tmp_path / "text.txt").write_text("train " * 900 + "\n" + "validation" * 60)
-    config = Corpus(str(tmp_path / "text.txt"), "bpe", 300, validation_fraction=0.1, cache=str(tmp_path / "cache"))
+    config = Corpus(
+        str(tmp_path / "text.txt"),
+        "bpe",
+        300,
+        validation_fraction=0.1,
+        cache=str(tmp_path / "cache"),
+    )
     open_dataset(config)
     assert len(seen) == 1 and "validation" not in seen[0] and len(seen[0]) > 5000
 
@@ -351,7 +395,9 @@ def tokenizer_json(tmp_path):
     trained = tokenizers.BPE.train("".join(DOCUMENTS), 290).state["tokenizer"]
     made = package.Tokenizer.from_str(json.dumps(trained).replace(tokenizers.END_OF_TEXT, "</s>"))
     made.add_special_tokens(["<s>"])
-    made.post_processor = package.processors.TemplateProcessing("<s> $A", None, [("<s>", made.token_to_id("<s>"))])
+    made.post_processor = package.processors.TemplateProcessing(
+        "<s> $A", None, [("<s>", made.token_to_id("<s>"))]
+    )
     made.enable_truncation(16)
     (tmp_path / "model").mkdir()
     made.save(str(tmp_path / "model" / "tokenizer.json"))
@@ -372,7 +418,10 @@ def test_the_tokenizer_knows_which_token_ends_a_document(small, texts, tokenizer
     assert dataset.tokenizer.decode(all_tokens(dataset)) == "".join(f"{text}<s>" for text in WHOLE)
     dataset.tokenizer.save(tmp_path / "saved.json")
     again = tokenizers.load(tmp_path / "saved.json")
-    assert again.end_of_text == dataset.tokenizer.end_of_text == again.id_of("<s>") and again.digest == dataset.tokenizer.digest
+    assert (
+        again.end_of_text == dataset.tokenizer.end_of_text == again.id_of("<s>")
+        and again.digest == dataset.tokenizer.digest
+    )
     plain = open_dataset(replace(texts, tokenizer=str(tokenizer_json))).tokenizer
     assert plain.end_of_text == plain.id_of("</s>") and plain.digest != again.digest
 
@@ -383,13 +432,27 @@ def bad_settings():
     yield "size", dict(vocab_size=300), r"data\.vocab_size=.*: tokenizer='bpe' needs one"
     yield "no size", dict(tokenizer="bpe"), r"data\.vocab_size=.*: tokenizer='bpe' needs one"
     yield "stride", dict(stride=0), r"data\.stride=0, data\.jobs=2: must be at least 1"
-    yield "characters", dict(tokenizer="characters"), r"data\.tokenizer='characters': a corpus may hold any"
+    yield (
+        "characters",
+        dict(tokenizer="characters"),
+        r"data\.tokenizer='characters': a corpus may hold any",
+    )
     yield "end", dict(end_of_text="</s>"), r"data\.end_of_text: the tokenizer 'bytes' has no '</s>'"
-    yield "field", dict(field="txt"), r"\.(jsonl|jsonl\.gz|parquet):\d+: no field 'txt'; did you mean text\?"
-    yield "tokenizer", dict(tokenizer="/no/such/tokenizer.json"), r"data\.tokenizer='/no/such/tokenizer\.json'"
+    yield (
+        "field",
+        dict(field="txt"),
+        r"\.(jsonl|jsonl\.gz|parquet):\d+: no field 'txt'; did you mean text\?",
+    )
+    yield (
+        "tokenizer",
+        dict(tokenizer="/no/such/tokenizer.json"),
+        r"data\.tokenizer='/no/such/tokenizer\.json'",
+    )
 
 
-@pytest.mark.parametrize(("change", "message"), [pytest.param(c, m, id=name) for name, c, m in bad_settings()])
+@pytest.mark.parametrize(
+    ("change", "message"), [pytest.param(c, m, id=name) for name, c, m in bad_settings()]
+)
 def test_bad_settings_are_one_line(small, texts, change, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=message) as caught:
@@ -418,13 +481,19 @@ def test_bad_rows_are_left_out_and_counted(texts, tmp_path, monkeypatch):
     assert documents_of(dataset) == ["good\ngood too\n", WHOLE[1], "one", "two", *DOCUMENTS[40:50]]
     found = dataset.description.split("; ")[-1]
     expected = {
-        "1 not UTF-8": r"a\.txt:2 \(byte 0xff at position 1\)", "1 'text' is no text": r"d\.jsonl:2 but int",
-        "1 not JSON": r"d\.jsonl:3", "1 no field 'text'": r"d\.jsonl:4; did you mean tex\?", "2 empty": r"empty\.jsonl",
+        "1 not UTF-8": r"a\.txt:2 \(byte 0xff at position 1\)",
+        "1 'text' is no text": r"d\.jsonl:2 but int",
+        "1 not JSON": r"d\.jsonl:3",
+        "1 no field 'text'": r"d\.jsonl:4; did you mean tex\?",
+        "2 empty": r"empty\.jsonl",
         "1 not readable as Parquet": r"f\.parquet",
-    }  # fmt: skip
+    }
     assert "7 rows skipped" in dataset.description, dataset.description
     for kind, place in expected.items():
-        assert re.search(rf"{re.escape(kind)} \(first [^,]*{place}", dataset.description), (kind, found)
+        assert re.search(rf"{re.escape(kind)} \(first [^,]*{place}", dataset.description), (
+            kind,
+            found,
+        )
 
 
 def test_a_bad_row_ends_all_processes_with_its_line(texts, tmp_path, monkeypatch):
@@ -438,7 +507,9 @@ def test_a_bad_row_ends_all_processes_with_its_line(texts, tmp_path, monkeypatch
 
 def test_nothing_but_bad_rows_is_refused(small, texts, tmp_path):
     (tmp_path / "none.jsonl").write_text("x\ny\n")
-    with pytest.raises(ConfigError, match=r"has no text; 2 rows skipped: 2 not JSON \(first .*none\.jsonl:1"):
+    with pytest.raises(
+        ConfigError, match=r"has no text; 2 rows skipped: 2 not JSON \(first .*none\.jsonl:1"
+    ):
         open_dataset(replace(texts, path=str(tmp_path / "none.jsonl"), bad_rows="skip"))
 
 
@@ -453,7 +524,9 @@ def hub(tmp_path):
     folder.mkdir()
     for shard in range(2):
         (folder / f"{shard}.jsonl").write_text(jsonl(DOCUMENTS[shard * 30 : shard * 30 + 30]))
-    return Corpus(f"hf:{folder}#train", cache=str(tmp_path / "cache"), validation_fraction=0.1, jobs=1)
+    return Corpus(
+        f"hf:{folder}#train", cache=str(tmp_path / "cache"), validation_fraction=0.1, jobs=1
+    )
 
 
 def test_a_data_set_is_encoded_in_several_shards_with_states(small, hub):
@@ -473,9 +546,13 @@ def test_the_splits_of_a_data_set_have_entries_of_their_own(small, hub, tmp_path
     folder.mkdir()
     for split, texts in (("train", DOCUMENTS[:30]), ("validation", DOCUMENTS[30:])):
         (folder / f"{split}.jsonl").write_text(jsonl(texts))
-    dataset = open_dataset(replace(hub, path=f"hf:{folder}#train", validation=f"hf:{folder}#validation"))
+    dataset = open_dataset(
+        replace(hub, path=f"hf:{folder}#train", validation=f"hf:{folder}#validation")
+    )
     assert documents_of(dataset) == DOCUMENTS
-    assert documents_of(open_dataset(replace(hub, path=f"hf:{folder}#validation"))) == DOCUMENTS[30:]
+    assert (
+        documents_of(open_dataset(replace(hub, path=f"hf:{folder}#validation"))) == DOCUMENTS[30:]
+    )
 
 
 def test_a_killed_stream_goes_on_from_its_state(small, hub, tmp_path, monkeypatch):
@@ -494,7 +571,9 @@ def test_a_killed_stream_goes_on_from_its_state(small, hub, tmp_path, monkeypatc
         open_dataset(again)
     read = []
     records = text_files.records
-    counted = lambda *arguments: (read.append(place) or (place, row) for place, row in records(*arguments))
+    counted = lambda *arguments: (
+        read.append(place) or (place, row) for place, row in records(*arguments)
+    )
     monkeypatch.setattr(text_files, "records", counted)
     monkeypatch.setattr(corpus.Index, "save", save)
     assert open_dataset(again).digest == whole
@@ -507,8 +586,12 @@ def test_a_killed_stream_goes_on_from_its_state(small, hub, tmp_path, monkeypatc
 def test_a_run_on_a_corpus_has_a_unigram_entropy(small, texts):
     dataset = open_dataset(texts)
     found = batching.unigram_entropy(dataset)
-    arrays = [batching.sources.Windows(part.tokens[:], 8) for part in (dataset.train, dataset.validation)]
-    assert found == pytest.approx(batching.unigram_entropy(replace_splits(dataset, arrays)), rel=1e-12)
+    arrays = [
+        batching.sources.Windows(part.tokens[:], 8) for part in (dataset.train, dataset.validation)
+    ]
+    assert found == pytest.approx(
+        batching.unigram_entropy(replace_splits(dataset, arrays)), rel=1e-12
+    )
 
 
 def replace_splits(dataset, splits):
@@ -520,15 +603,20 @@ def test_batches_of_hosts_are_rows_of_the_batch(small, texts):
     whole = batching.batches(split, 8, seed=1)
     parts = [batching.batches(split, 8, seed=1, rows=rows) for rows in np.split(np.arange(8), 4)]
     for step in (0, 3, 10**6):
-        np.testing.assert_array_equal(np.concatenate([part[step]["tokens"] for part in parts]), whole[step]["tokens"])
+        np.testing.assert_array_equal(
+            np.concatenate([part[step]["tokens"] for part in parts]), whole[step]["tokens"]
+        )
 
 
 MEMORY = """
 import sys, numpy as np
 from types import SimpleNamespace
 from jaxformer.data import batching, corpus, text_files
+
 text_files.PART = 1 << 25
-dataset = corpus.Corpus(sys.argv[1], cache=sys.argv[2], jobs=2).open(SimpleNamespace(context_length=256))
+dataset = corpus.Corpus(sys.argv[1], cache=sys.argv[2], jobs=2).open(
+    SimpleNamespace(context_length=256)
+)
 get = batching.batches(dataset.train, 64, 0)
 total = sum(int(get[step]["tokens"].sum()) for step in range(300))
 batching.unigram_entropy(dataset)
@@ -539,7 +627,8 @@ print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.st
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux counts memory here")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """VmHWM, the highest resident memory of the process, pages of files included, in kB: of 30 MB and of 300 MB."""
+    """VmHWM, the highest resident memory of the process, pages of files included, in kB: of 30 MB
+    and of 300 MB."""
     found = {}
     for size in (30, 300):
         file, block = tmp_path / f"{size}.jsonl", jsonl(["".join(DOCUMENTS)] * 100)
@@ -549,7 +638,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         command = [sys.executable, "-c", MEMORY, str(file), str(tmp_path / "cache")]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         found[size] = int(run.stdout)
-    assert found[300] < found[30] + 40_000, found  # what a batch and the counts of a piece of 4 million tokens vary
+    assert found[300] < found[30] + 40_000, (
+        found
+    )  # what a batch and the counts of a piece of 4 million tokens vary
 
 
 @pytest.mark.parametrize("count", [20, 256])
@@ -557,7 +648,9 @@ def test_characters_of_another_run_and_the_end_above_them(tmp_path, count):
     """With 256 of them the end does not fit the bytes in which they are written."""
     characters = tokenizers.Characters("".join(sorted({"\n", *map(chr, range(97, 96 + count))})))
     characters.save(tmp_path / "tokenizer.json")
-    text = "".join(np.random.default_rng(0).choice(list(characters.characters.replace("\n", "")), 400))
+    text = "".join(
+        np.random.default_rng(0).choice(list(characters.characters.replace("\n", "")), 400)
+    )
     (tmp_path / "text.txt").write_text(text)
     config = Corpus(
         str(tmp_path / "text.txt"),
@@ -577,18 +670,29 @@ import os, sys
 from types import SimpleNamespace
 from jaxformer.data import corpus, text_files
 from jaxformer.parallel import processes
+
 text_files.PART = 500
+
+
 def here(entry, path, missing, jobs, progress):
     print("encodes", *missing)
     [corpus.encode_part(entry, part) for part in missing]
+
+
 corpus._run_workers = here
 processes.initialize()
+
+
 def body():
     cache = sys.argv[2] + os.environ.get("CACHE", "")
-    config = corpus.Corpus(sys.argv[1], tokenizer="bpe", vocab_size=300, cache=cache, validation_fraction=0.1)
+    config = corpus.Corpus(
+        sys.argv[1], tokenizer="bpe", vocab_size=300, cache=cache, validation_fraction=0.1
+    )
     dataset = config.open(SimpleNamespace(context_length=8))
     print("has", len(dataset.train.tokens), dataset.digest)
     return 0
+
+
 raise SystemExit(processes.run_together(body))
 """
 
@@ -596,14 +700,20 @@ raise SystemExit(processes.run_together(body))
 @pytest.mark.thorough
 @pytest.mark.parametrize("shared", [True, False])
 def test_processes_share_the_work_where_they_see_one_cache(texts, tmp_path, shared):
-    """Each part is encoded by one process; by every process where each has a cache of its own. All have the same tokens."""
+    """Each part is encoded by one process; by every process where each has a cache of its own. All
+    have the same tokens."""
     each = {} if shared else {i: {"CACHE": f"-{i}"} for i in range(3)}
     with Pod(3, texts.path, str(tmp_path / "new"), folder=tmp_path, code=SHARING, each=each) as pod:
         pod.finish()
-        encoded = [[int(part) for line in re.findall("encodes(.*)", pod.said(i)) for part in line.split()] for i in range(3)]
+        encoded = [
+            [int(part) for line in re.findall("encodes(.*)", pod.said(i)) for part in line.split()]
+            for i in range(3)
+        ]
         assert len({found(r"has (.*)", pod.said(i)) for i in range(3)}) == 1
     parts = sorted(part for own in encoded for part in own)
-    assert parts == sorted(list(range(1 + max(parts))) * (1 if shared else 3)) and len(set(parts)) > 8
+    assert (
+        parts == sorted(list(range(1 + max(parts))) * (1 if shared else 3)) and len(set(parts)) > 8
+    )
     assert not [file for file in tmp_path.glob("new*/*") if file.name.startswith("tmp")]
 
 
@@ -612,12 +722,17 @@ def test_processes_share_the_work_where_they_see_one_cache(texts, tmp_path, shar
 def test_of_a_trillion_tokens_no_more_is_read_than_what_a_batch_needs(tmp_path):
     """Files of holes: 4 TB of text, 2 TB of tokens. What is read is the index and the rows."""
     count, size, tokenizer = 31_250, 32_000_000, tokenizers.by_name("bytes", None)
-    config = Corpus(str(tmp_path / "texts"), cache=str(tmp_path / "cache"), validation_fraction=1e-6)
+    config = Corpus(
+        str(tmp_path / "texts"), cache=str(tmp_path / "cache"), validation_fraction=1e-6
+    )
     (tmp_path / "texts").mkdir()
     for i in range(count):
         with (tmp_path / "texts" / f"{i:06}.txt").open("wb") as file:
             file.truncate(1 << 27)
-    entry, shards = tmp_path / "cache" / f"corpus-{corpus._key(config, config.path, tokenizer.digest)}", {}
+    entry, shards = (
+        tmp_path / "cache" / f"corpus-{corpus._key(config, config.path, tokenizer.digest)}",
+        {},
+    )
     entry.mkdir(parents=True)
     for i in range(count):
         with (entry / f"{i:06}-0000.tokens").open("wb") as file:
@@ -629,14 +744,21 @@ def test_of_a_trillion_tokens_no_more_is_read_than_what_a_batch_needs(tmp_path):
     dataset = config.open(SimpleNamespace(context_length=4096))
     batch = batching.batches(dataset.train, 256, 0)[12345]
     assert len(dataset.train.tokens) == 999_999_000_000 and batch["tokens"].shape == (256, 4096)
-    assert read() - before < 256 * 4097 + (entry / "index.json").stat().st_size + 30e6  # grain's modules are read, too
+    assert (
+        read() - before < 256 * 4097 + (entry / "index.json").stat().st_size + 30e6
+    )  # grain's modules are read, too
 
 
 def test_runs_and_caches_with_the_former_digest_go_on(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text("some words of a text\n" * 40)
     config = Corpus(
-        str(tmp_path / "a.txt"), tokenizer="bpe", vocab_size=270, validation_fraction=0.2, jobs=1, cache=str(tmp_path / "cache")
+        str(tmp_path / "a.txt"),
+        tokenizer="bpe",
+        vocab_size=270,
+        validation_fraction=0.2,
+        jobs=1,
+        cache=str(tmp_path / "cache"),
     )
     with monkeypatch.context() as before:
         former = property(lambda tokenizer: tokenizer.former_digests[0])
@@ -651,3 +773,23 @@ def test_runs_and_caches_with_the_former_digest_go_on(tmp_path, monkeypatch):
         check_data(folder, {"data_digest": digest}, new)
     with pytest.raises(ConfigError, match="the data changed"):
         check_data(folder, {"data_digest": "another"}, new)
+
+
+def test_a_text_that_vanishes_while_it_is_encoded_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.txt").write_text("some words\n" * 20)
+    encode = corpus.encode_part
+
+    def vanish(entry, part):
+        (folder / "b.txt").unlink(missing_ok=True)
+        encode(entry, part)
+
+    monkeypatch.setattr(corpus, "encode_part", vanish)
+    data = Corpus(str(folder), cache=str(tmp_path / "cache"), jobs=1, validation_fraction=0.3)
+    with pytest.raises(ConfigError, match=r"b\.txt: the file was there .* put it back"):
+        data.open(SimpleNamespace(context_length=8))
+    (folder / "b.txt").write_text("some words\n" * 20)
+    monkeypatch.setattr(corpus, "encode_part", encode)
+    assert len(data.open(SimpleNamespace(context_length=8)).train)

@@ -1,4 +1,5 @@
-"""A mixture: exact shares, each source in epochs of its own, the same on any number of hosts and after any restart."""
+"""A mixture: exact shares, each source in epochs of its own, the same on any number of hosts and
+after any restart."""
 
 import re
 from dataclasses import dataclass
@@ -26,11 +27,20 @@ class Numbered:
 
     def open(self, model):
         examples = [
-            {"tokens": np.array([self.source, i, *[0] * (self.width - 2)], np.int32), "weights": np.ones(2, np.float32)}
+            {
+                "tokens": np.array([self.source, i, *[0] * (self.width - 2)], np.int32),
+                "weights": np.ones(2, np.float32),
+            }
             for i in range(self.count)
         ]
         validation = examples[: 1 + self.count // 10]
-        return Dataset(examples, validation, f"{self.source} {self.count}", f"source {self.source}", tokenizer=self.tokenizer)
+        return Dataset(
+            examples,
+            validation,
+            f"{self.source} {self.count}",
+            f"source {self.source}",
+            tokenizer=self.tokenizer,
+        )
 
 
 def mixed(*shares, counts=(7, 100, 3)):
@@ -91,7 +101,9 @@ def test_hosts_together_hold_the_same_batch():
     parts = [batching.batches(split, 8, seed=5, rows=part) for part in np.split(np.arange(8), 4)]
     for step in (0, 1, 17, 10**9):
         for name, array in whole[step].items():
-            np.testing.assert_array_equal(np.concatenate([part[step][name] for part in parts]), array)
+            np.testing.assert_array_equal(
+                np.concatenate([part[step][name] for part in parts]), array
+            )
 
 
 @pytest.mark.thorough
@@ -109,7 +121,9 @@ def test_validation_is_all_validations_in_order():
     found = [example["tokens"].tolist() for example in dataset.validation]
     assert found == [[0, 0], *([1, i] for i in range(11))]
     batches = list(batching.ValidationBatches(dataset.validation, 5))
-    np.testing.assert_array_equal(np.concatenate([batch["tokens"] for batch in batches])[:12], found)
+    np.testing.assert_array_equal(
+        np.concatenate([batch["tokens"] for batch in batches])[:12], found
+    )
     assert sum((batch["weights"] > 0).all(axis=1).sum() for batch in batches) == 12
 
 
@@ -141,15 +155,24 @@ class Chosen:
 
 REFUSED = {
     "none": ((), r"expected pairs \(finite share above 0, data\)"),
-    "share": (((0.5, Numbered(0, 3)), (0.0, Numbered(1, 3))), r"expected pairs \(finite share above 0, data\)"),
-    "infinite": (((1, Numbered(0, 3)), (float("inf"), Numbered(1, 3))), r"expected pairs \(finite share above 0, data\)"),
+    "share": (
+        ((0.5, Numbered(0, 3)), (0.0, Numbered(1, 3))),
+        r"expected pairs \(finite share above 0, data\)",
+    ),
+    "infinite": (
+        ((1, Numbered(0, 3)), (float("inf"), Numbered(1, 3))),
+        r"expected pairs \(finite share above 0, data\)",
+    ),
     "shapes": (
         ((1, Numbered(0, 3)), (1, Numbered(1, 3, width=4))),
         r"sources\[1\] gives tokens int32\[4\].* tokens int32\[2\]",
     ),
     "tokenizer": (
         ((1, Numbered(0, 3)), (1, Numbered(1, 3, tokenizer=tokenizers.Bytes()))),
-        r"sources\[1\] gives .*tokenizer [0-9a-f]+, but data.sources\[0\] .*tokenizer None; all must be alike",
+        (
+            r"sources\[1\] gives .*tokenizer [0-9a-f]+, but data.sources\[0\] .*tokenizer None; "
+            r"all must be alike"
+        ),
     ),
     "buckets": (((1, Chosen()),), r"sources\[0\] chooses its own batches \(buckets\)"),
     "empty": (((1, Numbered(0, 0)),), r"sources\[0\] has no training example"),
@@ -165,12 +188,18 @@ def test_what_cannot_be_mixed_is_refused_in_one_line(name):
 
 
 def test_batches_of_a_mixture_mark_control_tokens():
-    """All batches have the same arrays, also those in which no example is of a source with documents."""
+    """All batches have the same arrays, also those in which no example is of a source with
+    documents."""
     tokens = np.array([1, 2, 9, 3, 4, 9, 5, 6, 9], np.uint8)
     marked, plain = Windows(tokens, 2, 2, end_of_text=9), Windows(tokens, 2, 2)
     mixture = Mixture([marked, plain], [1, 1])
     nested = Mixture([plain, mixture], [1, 1])
-    for split, rows, ends in ((mixture, [0, 1, 2], 2), (mixture, [4, 5], 0), (nested, [0, 1], 0), (nested, [4, 5, 6], 2)):
+    for split, rows, ends in (
+        (mixture, [0, 1, 2], 2),
+        (mixture, [4, 5], 0),
+        (nested, [0, 1], 0),
+        (nested, [4, 5, 6], 2),
+    ):
         batch = batching.take_rows(split, np.array(rows))
         assert batch["control_tokens"].dtype == bool
         assert batch["control_tokens"].sum() == ends

@@ -1,4 +1,5 @@
-"""Rows of files: parts together are the file, places are lines, and everything bad is refused or counted."""
+"""Rows of files: parts together are the file, places are lines, and everything bad is refused or
+counted."""
 
 import gzip
 import json
@@ -28,16 +29,24 @@ def jsonl(rows):
 @pytest.fixture
 def table(tmp_path):
     """20 rows in 5 row groups."""
-    rows = {"text": [f"text {i}" for i in range(20)], "deep": [{"de": f"d{i}"} for i in range(20)], "number": list(range(20))}
+    rows = {
+        "text": [f"text {i}" for i in range(20)],
+        "deep": [{"de": f"d{i}"} for i in range(20)],
+        "number": list(range(20)),
+    }
     path = tmp_path / "rows.parquet"
-    parquet.write_table(pyarrow.table(rows), path, row_group_size=4, compression="NONE", use_dictionary=False)
+    parquet.write_table(
+        pyarrow.table(rows), path, row_group_size=4, compression="NONE", use_dictionary=False
+    )
     return path
 
 
 @pytest.mark.parametrize("ending", ["txt", "txt.gz"])
 def test_lines_have_places_and_lose_their_ends(ending, tmp_path):
     path = write(tmp_path / f"a.{ending}", "one\r\n\ntwo\nthree")
-    assert list(lines(path, Problems())) == [(f"{path}:{i}", t) for i, t in enumerate(["one", "", "two", "three"], 1)]
+    assert list(lines(path, Problems())) == [
+        (f"{path}:{i}", t) for i, t in enumerate(["one", "", "two", "three"], 1)
+    ]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
@@ -64,7 +73,11 @@ def test_parts_of_jsonl_and_parquet_together_are_the_file(tmp_path, table):
     path = write(tmp_path / "a.jsonl", jsonl({"text": f"row {i}" * (i % 5)} for i in range(50)))
     for file in (path, str(table)):
         assert len(parts(file, 100)) > 3
-        rows = [(str(p), v) for part in parts(file, 100) for p, v in records(file, ["text"], Problems(), part)]
+        rows = [
+            (str(p), v)
+            for part in parts(file, 100)
+            for p, v in records(file, ["text"], Problems(), part)
+        ]
         assert rows == list(records(file, ["text"], Problems())) and len(rows) >= 20
     assert parts(write(tmp_path / "b.txt.gz", "a\n" * 1000), 10) == [Part()]
 
@@ -83,11 +96,41 @@ BAD = {
     ),
 }
 BAD_ROWS = {
-    "utf.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n', ["a", "b"], ":2", "not UTF-8", "byte 0xff"),
-    "json.jsonl": (b'{"text": "a"}\n{"text": \n\n{"text": "b"}', ["a", "b"], ":2", "not JSON", "line 1 column"),
-    "field.jsonl": (b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}', ["a", "b"], ":2", "no field 'text'", "did you mean txt"),
-    "null.jsonl": (b'{"text": "a"}\n{"text": null}\n{"text": "b"}', ["a", "b"], ":2", "no field 'text'", "(it is null)"),
-    "list.jsonl": (b'{"text": "a"}\n[1, 2]\n{"text": "b"}', ["a", "b"], ":2", "a JSON list", "must hold one row"),
+    "utf.jsonl": (
+        b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n',
+        ["a", "b"],
+        ":2",
+        "not UTF-8",
+        "byte 0xff",
+    ),
+    "json.jsonl": (
+        b'{"text": "a"}\n{"text": \n\n{"text": "b"}',
+        ["a", "b"],
+        ":2",
+        "not JSON",
+        "line 1 column",
+    ),
+    "field.jsonl": (
+        b'{"text": "a"}\n{"txt": "x"}\n{"text": "b"}',
+        ["a", "b"],
+        ":2",
+        "no field 'text'",
+        "did you mean txt",
+    ),
+    "null.jsonl": (
+        b'{"text": "a"}\n{"text": null}\n{"text": "b"}',
+        ["a", "b"],
+        ":2",
+        "no field 'text'",
+        "(it is null)",
+    ),
+    "list.jsonl": (
+        b'{"text": "a"}\n[1, 2]\n{"text": "b"}',
+        ["a", "b"],
+        ":2",
+        "a JSON list",
+        "must hold one row",
+    ),
 }
 
 
@@ -136,17 +179,22 @@ def test_a_file_that_is_no_parquet_is_refused_or_counted(content, tmp_path):
     with pytest.raises(ConfigError, match=r"a\.parquet: not readable as Parquet"):
         list(records(path, ["text"], Problems()))
     problems = Problems("skip")
-    assert list(records(path, ["text"], problems)) == [] and problems.counts == {"not readable as Parquet": 1}
+    assert list(records(path, ["text"], problems)) == [] and problems.counts == {
+        "not readable as Parquet": 1
+    }
     assert parts(path, 10) == [Part()]
 
 
 def test_a_missing_column_has_advice(table):
-    with pytest.raises(ConfigError, match=r"rows\.parquet:1: no field 'texts'; did you mean text\?"):
+    with pytest.raises(
+        ConfigError, match=r"rows\.parquet:1: no field 'texts'; did you mean text\?"
+    ):
         list(records(str(table), ["texts"], Problems()))
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda raw: raw[:-20], lambda raw: raw[:40] + b"\0" * 20 + raw[60:], lambda raw: b"no gzip"]
+    "damage",
+    [lambda raw: raw[:-20], lambda raw: raw[:40] + b"\0" * 20 + raw[60:], lambda raw: b"no gzip"],
 )
 def test_a_damaged_gzip_file_is_refused_or_read_as_far_as_it_goes(damage, tmp_path):
     rng = np.random.default_rng(0)
@@ -164,7 +212,11 @@ def test_a_damaged_gzip_file_is_refused_or_read_as_far_as_it_goes(damage, tmp_pa
 def test_a_missing_file_is_one_line_whatever_the_policy(name, tmp_path):
     for policy in ("error", "skip"):
         with pytest.raises(ConfigError, match=f"there is no .*{name}"):
-            read = lines if ".txt" in name else lambda path, problems: records(path, ["text"], problems)
+            read = (
+                lines
+                if ".txt" in name
+                else lambda path, problems: records(path, ["text"], problems)
+            )
             list(read(str(tmp_path / name), Problems(policy)))
 
 
@@ -181,7 +233,9 @@ def folder(tmp_path):
     """A local data set that the json builder reads: 3 files of 40 rows."""
     (tmp_path / "set").mkdir()
     for file in range(3):
-        (tmp_path / "set" / f"part-{file}.jsonl").write_text(jsonl({"text": f"{file} {i}"} for i in range(40)))
+        (tmp_path / "set" / f"part-{file}.jsonl").write_text(
+            jsonl({"text": f"{file} {i}"} for i in range(40))
+        )
     return str(tmp_path / "set")
 
 
@@ -196,18 +250,26 @@ def test_a_local_data_set_is_streamed(folder):
 def test_its_parts_are_its_files(folder):
     path = f"hf:{folder}#train"
     assert parts(path, 1) == [Part(0, 1), Part(1, 2), Part(2, 3)]
-    assert [text for part in parts(path, 1) for _, (text,) in records(path, ["text"], Problems(), part)] == TEXTS
+    assert [
+        text for part in parts(path, 1) for _, (text,) in records(path, ["text"], Problems(), part)
+    ] == TEXTS
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["one", "dictionary"])
 def test_a_saved_data_set_is_read(kind, folder, tmp_path):
     rows = datasets.Dataset.from_dict({"text": TEXTS})
-    saved = rows if kind == "one" else datasets.DatasetDict({"train": rows, "test": rows.select(range(3))})
+    saved = (
+        rows
+        if kind == "one"
+        else datasets.DatasetDict({"train": rows, "test": rows.select(range(3))})
+    )
     saved.save_to_disk(tmp_path / "saved")
     path = f"hf:{tmp_path / 'saved'}#train"
     assert [text for _, (text,) in records(path, ["text"], Problems())] == TEXTS
-    assert [t for part in parts(path, 1) for _, (t,) in records(path, ["text"], Problems(), part)] == TEXTS
+    assert [
+        t for part in parts(path, 1) for _, (t,) in records(path, ["text"], Problems(), part)
+    ] == TEXTS
 
 
 @pytest.mark.parametrize("taken", [0, 1, 17, 39, 40])
@@ -225,7 +287,11 @@ def test_a_stream_goes_on_from_its_state(taken, folder):
 
 def test_a_data_set_that_is_not_there_is_one_line(folder, tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
-    for path in (f"hf:{folder}#trian", f"hf:{tmp_path}/nothing#train", f"hf:{tmp_path}/saved#validation"):
+    for path in (
+        f"hf:{folder}#trian",
+        f"hf:{tmp_path}/nothing#train",
+        f"hf:{tmp_path}/saved#validation",
+    ):
         with pytest.raises(ConfigError, match="cannot read hf:") as caught:
             list(records(path, ["text"], Problems()))
         assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""What a text becomes: splits, windows, digests; the bpe cache under races; one line for every bad input."""
+"""What a text becomes: splits, windows, digests; the bpe cache under races; one line for every bad
+input."""
 
 import gzip
 import hashlib
@@ -56,8 +57,12 @@ def test_validation_windows_predict_every_token_once(n, length):
     tokens = np.arange(n, dtype=np.uint8)
     rows = list(Windows(tokens, length, stride=length))  # also: iteration ends
     kept = [(row["tokens"], row["labels"], row["weights"] > 0) for row in rows]
-    np.testing.assert_array_equal(np.concatenate([labels[real] for _, labels, real in kept]), tokens[1:])
-    np.testing.assert_array_equal(np.concatenate([seen[real] for seen, _, real in kept]), tokens[:-1])
+    np.testing.assert_array_equal(
+        np.concatenate([labels[real] for _, labels, real in kept]), tokens[1:]
+    )
+    np.testing.assert_array_equal(
+        np.concatenate([seen[real] for seen, _, real in kept]), tokens[:-1]
+    )
     assert all(len(row["tokens"]) == length for row in rows)
     assert {name: array.dtype for name, array in rows[-1].items()} == {
         "tokens": np.int32,
@@ -91,7 +96,11 @@ def test_digest_follows_content_tokenizer_and_split(text, tmp_path):
     same.write_text(SENTENCE * 100)
     digest = open_dataset(text, 8).digest
     assert open_dataset(Text(str(same)), 8).digest == digest
-    variants = [Text(str(other)), replace(text, tokenizer="characters"), replace(text, validation_fraction=0.2)]
+    variants = [
+        Text(str(other)),
+        replace(text, tokenizer="characters"),
+        replace(text, validation_fraction=0.2),
+    ]
     digests = {open_dataset(variant, 8).digest for variant in variants}
     assert len(digests) == 3 and digest not in digests
 
@@ -103,7 +112,10 @@ def test_folder_is_its_files_in_order_of_their_paths(tmp_path):
         path.write_text(f"<{name}>" * 10)
     dataset = open_dataset(Text(str(tmp_path)), 4)
     whole = "".join(f"<{name}>" * 10 for name in ("a/b/c.txt", "a/z.txt", "b.txt"))
-    assert dataset.tokenizer.decode(np.concatenate([dataset.train.tokens, dataset.validation.tokens])) == whole
+    assert (
+        dataset.tokenizer.decode(np.concatenate([dataset.train.tokens, dataset.validation.tokens]))
+        == whole
+    )
     assert "3 files" in dataset.description
     assert "1 files" in open_dataset(Text(str(tmp_path), pattern="*.md"), 4).description
 
@@ -124,10 +136,14 @@ def test_bpe_tokens_are_made_once_and_in_memory(text, tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
     config = replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "cache"))
     first = open_dataset(config, 8)
-    monkeypatch.setattr(sources.tokenizers.BPE, "train", None)  # a second time there is nothing to train
+    monkeypatch.setattr(
+        sources.tokenizers.BPE, "train", None
+    )  # a second time there is nothing to train
     second = open_dataset(config, 8)
     for part in (first.train.tokens, first.validation.tokens, second.train.tokens):
-        assert not isinstance(part.base, np.memmap)  # to shorten a mapped file ends whoever reads it, by SIGBUS
+        assert not isinstance(
+            part.base, np.memmap
+        )  # to shorten a mapped file ends whoever reads it, by SIGBUS
         assert part.dtype == np.uint16
     np.testing.assert_array_equal(first.train.tokens, second.train.tokens)
     assert first.digest == second.digest
@@ -143,9 +159,12 @@ def test_damaged_bpe_tokens_are_made_anew(damage, text, tmp_path, caplog):
     raw, size = file.read_bytes(), f"({len(first.train.tokens)},)".encode()
     assert size in raw
     spoiled = {
-        "flipped": raw[:700] + bytes([raw[700] ^ 1]) + raw[701:], "shortened": raw[:-9], "emptied": b"",
-        "header": raw.replace(size, size.replace(size[1:2], b"1")),  # NumPy alone would read fewer tokens in silence
-    }  # fmt: skip
+        "flipped": raw[:700] + bytes([raw[700] ^ 1]) + raw[701:],
+        "shortened": raw[:-9],
+        "emptied": b"",
+        # NumPy alone would read fewer tokens in silence
+        "header": raw.replace(size, size.replace(size[1:2], b"1")),
+    }
     assert spoiled[damage] != raw
     file.write_bytes(spoiled[damage])
     second = open_dataset(config, 8)
@@ -160,9 +179,13 @@ def test_processes_may_race_for_the_cache(text, tmp_path):
     config = replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "cache"))
     code = (
         "from types import SimpleNamespace; from jaxformer.data.sources import Text;"
-        f"d = {config!r}.open(SimpleNamespace(context_length=8)); print(d.digest, int(d.train.tokens[:].sum()))"
+        f"d = {config!r}.open(SimpleNamespace(context_length=8)); print(d.digest, "
+        f"int(d.train.tokens[:].sum()))"
     )
-    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     said = {run.communicate(timeout=60)[0] for run in runs}
     assert [run.returncode for run in runs] == [0, 0, 0] and len(said) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
@@ -191,30 +214,61 @@ def test_unusable_cache_folder_is_one_line(text, tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data\.cache: cannot keep tokens in .*file"):
-        open_dataset(replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "file" / "cache")), 8)
+        open_dataset(
+            replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "file" / "cache")),
+            8,
+        )
 
 
 def bad_inputs():
-    yield "no such file", lambda t, d: Text(str(d / "missing.dat")), r"there is no .*missing.dat.*--data.path"
+    yield (
+        "no such file",
+        lambda t, d: Text(str(d / "missing.dat")),
+        r"there is no .*missing.dat.*--data.path",
+    )
     yield "near name", lambda t, d: Text(str(d / "txet.txt")), r"did you mean '.*text\.txt'"
     yield "no such folder", lambda t, d: Text(str(d / "no" / "a.txt")), r"there is no"
     yield "empty", lambda t, d: Text(str(d / "empty.txt")), r"empty\.txt is empty"
-    yield "empty folder", lambda t, d: Text(str(d), pattern="*.rst"), r"no file in .*data\.pattern='\*\.rst'"
+    yield (
+        "empty folder",
+        lambda t, d: Text(str(d), pattern="*.rst"),
+        r"no file in .*data\.pattern='\*\.rst'",
+    )
     yield (
         "too short",
         lambda t, d: Text(str(d / "short.txt")),
         r"training part of .*short.txt is 9 tokens.* needs .* 17",
     )
-    yield "no validation", lambda t, d: replace(t, validation_fraction=1e-6), r"validation part .* is 1 tokens.* 2;"
+    yield (
+        "no validation",
+        lambda t, d: replace(t, validation_fraction=1e-6),
+        r"validation part .* is 1 tokens.* 2;",
+    )
     yield (
         "not UTF-8",
         lambda t, d: Text(str(d / "latin.txt"), tokenizer="characters"),
         r"not UTF-8 \(byte 0xe9 at position 3",
     )
-    yield "fraction 0", lambda t, d: replace(t, validation_fraction=0.0), r"validation_fraction: 0\.0 is not between"
-    yield "fraction nan", lambda t, d: replace(t, validation_fraction=float("nan")), r"is not between 0 and 1"
-    yield "fraction above 1", lambda t, d: Stdlib(validation_fraction=90.0), r"90\.0 is not between 0 and 1"
-    yield "bpe without size", lambda t, d: replace(t, tokenizer="bpe"), r"data\.vocab_size=None: tokenizer='bpe' needs one"
+    yield (
+        "fraction 0",
+        lambda t, d: replace(t, validation_fraction=0.0),
+        r"validation_fraction: 0\.0 is not between",
+    )
+    yield (
+        "fraction nan",
+        lambda t, d: replace(t, validation_fraction=float("nan")),
+        r"is not between 0 and 1",
+    )
+    yield (
+        "fraction above 1",
+        lambda t, d: Stdlib(validation_fraction=90.0),
+        r"90\.0 is not between 0 and 1",
+    )
+    yield (
+        "bpe without size",
+        lambda t, d: replace(t, tokenizer="bpe"),
+        r"data\.vocab_size=None: tokenizer='bpe' needs one",
+    )
     yield (
         "bytes with size",
         lambda t, d: replace(t, vocab_size=99),
@@ -222,7 +276,9 @@ def bad_inputs():
     )
 
 
-@pytest.mark.parametrize(("make", "message"), [pytest.param(m, e, id=name) for name, m, e in bad_inputs()])
+@pytest.mark.parametrize(
+    ("make", "message"), [pytest.param(m, e, id=name) for name, m, e in bad_inputs()]
+)
 def test_bad_input_is_one_line(make, message, text, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("ten bytes.")
@@ -240,7 +296,10 @@ def test_a_text_that_would_fill_the_memory_is_refused(text, tmp_path, monkeypatc
     (tmp_path / "more.txt").write_text("more" * 500)
     for path in (tmp_path, tmp_path / "large.bin"):
         (tmp_path / "large.bin").write_bytes(bytes(6001))
-        with pytest.raises(ConfigError, match=r"data\.path: 6,\d+ bytes; Text takes at most 6,000 into memory; .*Corpus\(path"):
+        with pytest.raises(
+            ConfigError,
+            match=r"data\.path: 6,\d+ bytes; Text takes at most 6,000 into memory; .*Corpus\(path",
+        ):
             open_dataset(Text(str(path)), 8)
 
 
@@ -264,8 +323,13 @@ def test_bytes_take_any_file(tmp_path):
 
 @pytest.mark.thorough
 def test_configs_cost_no_heavy_import():
-    code = "import sys; import jaxformer.data.sources, jaxformer.data.tasks, jaxformer.data.batching; print(*sys.modules)"
-    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "import sys; import jaxformer.data.sources, jaxformer.data.tasks, "
+        "jaxformer.data.batching; print(*sys.modules)"
+    )
+    modules = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"jax", "grain", "orbax", "tokenizers", "matplotlib"} & set(modules)
 
 
@@ -279,5 +343,7 @@ def test_a_compressed_text_is_refused_and_a_tokenizer_that_is_no_word(tmp_path):
     file.write_text("the quick brown fox " * 50)
     with pytest.raises(ConfigError, match="expected bytes, characters or bpe"):
         config = Text(path=str(file))
-        object.__setattr__(config, "tokenizer", "tokenizer.json")  # which only the tests' type checks would refuse
+        object.__setattr__(
+            config, "tokenizer", "tokenizer.json"
+        )  # which only the tests' type checks would refuse
         open_dataset(config, 8)

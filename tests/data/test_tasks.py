@@ -1,4 +1,5 @@
-"""Generated examples: the answers are right, pure in (seed, index), and the two forms are what they say."""
+"""Generated examples: the answers are right, pure in (seed, index), and the two forms are what they
+say."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +20,11 @@ def open_dataset(data, length):
 
 
 ANSWERS = {Reverse: lambda x: x[::-1], Copy: lambda x: x, Sort: sorted}
-SIZES = {"vocab_size": st.integers(2, 40), "length": st.integers(1, 12), "seed": st.integers(0, 2**40)}
+SIZES = {
+    "vocab_size": st.integers(2, 40),
+    "length": st.integers(1, 12),
+    "seed": st.integers(0, 2**40),
+}
 
 
 @pytest.mark.thorough
@@ -45,7 +50,12 @@ def test_answers_of_both_forms(task, vocab_size, length, seed, index):
 
 
 @pytest.mark.thorough
-@given(vocab_size=st.integers(16, 40), length=st.integers(1, 8), seed=st.integers(0, 99), index=st.integers(0, 99))
+@given(
+    vocab_size=st.integers(16, 40),
+    length=st.integers(1, 8),
+    seed=st.integers(0, 99),
+    index=st.integers(0, 99),
+)
 @settings(max_examples=50, deadline=None)
 def test_recall_asks_each_key_once_for_its_value(vocab_size, length, seed, index):
     row = open_dataset(Recall(vocab_size, length, 100, 100, seed), 24).train[index]

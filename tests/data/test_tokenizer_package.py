@@ -1,4 +1,5 @@
-"""The door to the `tokenizers` package: a tokenizer.json of a stranger takes no endless time or memory, and ends in a line."""
+"""The door to the `tokenizers` package: a tokenizer.json of a stranger takes no endless time or
+memory, and ends in a line."""
 
 import json
 import os
@@ -22,8 +23,16 @@ def state():
 
 
 def with_regex(state, pattern):
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return json.dumps(state | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, state["pre_tokenizer"]]}})
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return json.dumps(
+        state
+        | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, state["pre_tokenizer"]]}}
+    )
 
 
 def with_rules(state, *rules):
@@ -34,7 +43,9 @@ REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
 EXCESS = {
     "alternatives": lambda state: with_regex(state, "|".join(f"w{i}" for i in range(20_000))),
     "rules that multiply": lambda state: with_rules(state, *[REPLACE] * 6),
-    "a long prefix": lambda state: with_rules(state, {"type": "Prepend", "prepend": "x" * 1_000_000}),
+    "a long prefix": lambda state: with_rules(
+        state, {"type": "Prepend", "prepend": "x" * 1_000_000}
+    ),
     "many rules": lambda state: with_rules(state, *[{"type": "NFKC"}] * 10_000),
     "many rules of a decoder": lambda state: json.dumps(
         state | {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 1100}}
@@ -46,7 +57,9 @@ EXCESS = {
 @pytest.mark.parametrize("case", EXCESS)
 def test_more_than_any_tokenizer_needs_is_refused_before_it_is_read(case, state):
     began = time.process_time()
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: .*; give the file of a tokenizer that you trust"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json: .*; give the file of a tokenizer that you trust"
+    ):
         tokenizers.BPE(EXCESS[case](state))
     assert time.process_time() - began < 20  # not minutes
 
@@ -54,13 +67,18 @@ def test_more_than_any_tokenizer_needs_is_refused_before_it_is_read(case, state)
 PANIC = "(a+)+$"  # the package gives up after some millions of tries, with a panic
 
 
-@pytest.mark.parametrize("call", [lambda t: t.encode("a" * 30 + "!"), lambda t: t.encode_batch(["x", "a" * 30 + "!"])])
+@pytest.mark.parametrize(
+    "call", [lambda t: t.encode("a" * 30 + "!"), lambda t: t.encode_batch(["x", "a" * 30 + "!"])]
+)
 def test_a_panic_is_one_line(call, state, capfd):
     made = tokenizers.BPE(with_regex(state, PANIC))
     assert made.decode(made.encode("hello")) == "hello"
     with pytest.raises(ConfigError, match=r"the tokenizer cannot write a text .*retry-limit"):
         call(made)
-    assert capfd.readouterr() == ("", "")  # the package prints two lines, or a traceback of Rust, by itself
+    assert capfd.readouterr() == (
+        "",
+        "",
+    )  # the package prints two lines, or a traceback of Rust, by itself
     os.write(2, b"seen\n")
     assert capfd.readouterr().err == "seen\n"
 
@@ -74,7 +92,8 @@ def test_what_others_say_meanwhile_is_not_lost(state, capfd):
 
 
 def test_no_text_takes_for_ever(state, monkeypatch):
-    """A call that does not end leaves Python free: Ctrl-C is heard, and both clocks have a limit."""
+    """A call that does not end leaves Python free: Ctrl-C is heard, and both clocks have a
+    limit."""
     monkeypatch.setattr(tokenizer_package, "SECONDS", 0.2)
     ended = threading.Event()
 
@@ -83,7 +102,9 @@ def test_no_text_takes_for_ever(state, monkeypatch):
             while not ended.is_set():
                 pass
 
-    with pytest.raises(ConfigError, match=r"needs more than 0 s for 5 letters: its regular expressions do not end"):
+    with pytest.raises(
+        ConfigError, match=r"needs more than 0 s for 5 letters: its regular expressions do not end"
+    ):
         tokenizer_package.encode(Endless(), ["hello"])
     ended.set()
 
@@ -102,7 +123,9 @@ def test_a_computer_that_sleeps_is_no_endless_tokenizer(monkeypatch):
 def test_threads_share_the_door(state):
     made = tokenizers.BPE(json.dumps(state))
     expected, found = made.encode("hello world"), []
-    threads = [threading.Thread(target=lambda: found.append(made.encode("hello world"))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(made.encode("hello world"))) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -110,7 +133,9 @@ def test_threads_share_the_door(state):
     assert found == [expected] * 8 and tokenizer_package._depth == 0
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "null", '{"model": 1}', "[" * 100_000, '{"normalizer": []}', ""])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "null", '{"model": 1}', "[" * 100_000, '{"normalizer": []}', ""]
+)
 def test_what_is_no_tokenizer_is_an_error(text, tmp_path):
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ConfigError):
@@ -120,4 +145,6 @@ def test_what_is_no_tokenizer_is_an_error(text, tmp_path):
 def test_every_call_of_the_package_is_in_the_door():
     """Another call would be one whose panic nobody catches."""
     text = Path(tokenizers.__file__).read_text()
-    assert not re.findall(r"_(?:tokenizer|writer)\.(?:encode|decode)\w*\(|\.from_(?:str|file)\(", text)
+    assert not re.findall(
+        r"_(?:tokenizer|writer)\.(?:encode|decode)\w*\(|\.from_(?:str|file)\(", text
+    )

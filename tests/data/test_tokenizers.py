@@ -1,4 +1,5 @@
-"""Round trips over any text, saved state, and the control ids that a text must not be able to write."""
+"""Round trips over any text, saved state, and the control ids that a text must not be able to
+write."""
 
 import json
 import sys
@@ -128,7 +129,9 @@ def test_missing_package_says_what_to_install(monkeypatch):
         tokenizers.BPE.train(TEXT, 300)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"type": "other"}', '{"type": "characters"'])
+@pytest.mark.parametrize(
+    "content", [None, "", "{", "[]", "{}", '{"type": "other"}', '{"type": "characters"']
+)
 def test_a_file_that_is_no_tokenizer_is_refused(content, tmp_path):
     path = tmp_path / "tokenizer.json"
     if content is not None:
@@ -148,7 +151,9 @@ def test_a_tokenizer_that_begins_every_text_with_a_space_cuts_no_text(monkeypatc
 
 
 def test_the_end_of_text_is_no_text():
-    assert tokenizers.Bytes().end_of_text not in "".join(map(chr, range(0x11000))).encode("utf-8", "replace")
+    assert tokenizers.Bytes().end_of_text not in "".join(map(chr, range(0x11000))).encode(
+        "utf-8", "replace"
+    )
     assert tokenizers.Characters("ab").end_of_text == 2 and tokenizers.Bytes().id_of("</s>") is None
     bpe = make("bpe")
     assert bpe.end_of_text == bpe.id_of(tokenizers.END_OF_TEXT) not in bpe.encode(TEXT)

@@ -1,4 +1,5 @@
-"""Beam search against a reference of plain lists in float64, against exhaustive search, and against forward passes."""
+"""Beam search against a reference of plain lists in float64, against exhaustive search, and against
+forward passes."""
 
 import itertools
 import math
@@ -17,7 +18,8 @@ from jaxformer.decoding.filters import History
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 
-# The model of these tests is a recurrent network: its state depends on all tokens, so that a wrong cache row shows
+# The model of these tests is a recurrent network: its state depends on all tokens, so that a wrong
+# cache row shows
 
 
 def network(seed, V, D=8):
@@ -50,11 +52,15 @@ def search(weights, tokens, length, max_tokens, how, stop_tokens, filters=()):
 
     def feed(slot, carry):
         new = advance(weights, tokens[:, slot], carry[1])
-        return jax.tree.map(lambda new, old: jnp.where((slot < length)[:, None], new, old), new, carry)
+        return jax.tree.map(
+            lambda new, old: jnp.where((slot < length)[:, None], new, old), new, carry
+        )
 
     logits, state = jax.lax.fori_loop(0, tokens.shape[1], feed, zeros)
     history = History(tokens, length, length)
-    return beam_search(partial(advance, weights), logits, state, history, max_tokens, how, stop_tokens, filters)
+    return beam_search(
+        partial(advance, weights), logits, state, history, max_tokens, how, stop_tokens, filters
+    )
 
 
 def run(weights, prompts, max_tokens, how, stop_tokens, filters=(), slots=None):
@@ -63,13 +69,23 @@ def run(weights, prompts, max_tokens, how, stop_tokens, filters=(), slots=None):
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     single = jax.tree.map(lambda x: np.asarray(x, np.float32), weights)
-    out = search(single, tokens, np.array([len(p) for p in prompts]), max_tokens, how, np.array(stop_tokens, np.int32), filters)
+    out = search(
+        single,
+        tokens,
+        np.array([len(p) for p in prompts]),
+        max_tokens,
+        how,
+        np.array(stop_tokens, np.int32),
+        filters,
+    )
     return texts(out, prompts)
 
 
 def texts(out, prompts):
     rows = []
-    for prompt, tokens, lengths, scores in zip(prompts, *map(np.asarray, (out.tokens, out.length, out.score)), strict=True):
+    for prompt, tokens, lengths, scores in zip(
+        prompts, *map(np.asarray, (out.tokens, out.length, out.score)), strict=True
+    ):
         for text in tokens:
             assert text[: len(prompt)].tolist() == list(prompt)
         found = zip(tokens, lengths, scores, strict=True)
@@ -80,11 +96,24 @@ def texts(out, prompts):
 def assert_same(found, expected):
     assert [text for text, _ in found] == [list(text) for text, _ in expected]
     # float32 sums of ten log-probabilities
-    np.testing.assert_allclose([score for _, score in found], [score for _, score in expected], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        [score for _, score in found], [score for _, score in expected], rtol=1e-5, atol=1e-5
+    )
 
 
-def reference(weights, prompt, max_tokens, how, stop_tokens, score, diversity=0.0, allowed=None, always_on=False):
-    """Beam search as it is described: lists of (log-probability, text), one row, one group after the other at each step."""
+def reference(
+    weights,
+    prompt,
+    max_tokens,
+    how,
+    stop_tokens,
+    score,
+    diversity=0.0,
+    allowed=None,
+    always_on=False,
+):
+    """Beam search as it is described: lists of (log-probability, text), one row, one group after
+    the other at each step."""
     size = how.beams // how.groups
     groups = [dict(running=[(0.0, ())], finished=[], done=False) for _ in range(how.groups)]
     for n in range(1, max_tokens + 1):
@@ -95,24 +124,40 @@ def reference(weights, prompt, max_tokens, how, stop_tokens, score, diversity=0.
             pool = []
             for total, text in group["running"]:
                 scores = log_probabilities(weights, (*prompt, *text)) - diversity * taken
-                new = [(total + scores[t], (*text, t)) for t in range(len(scores)) if not allowed or allowed(text, t)]
-                stopped = [entry for entry in new if entry[1][-1] in stop_tokens]  # the same text: the best one counts
+                new = [
+                    (total + scores[t], (*text, t))
+                    for t in range(len(scores))
+                    if not allowed or allowed(text, t)
+                ]
+                stopped = [
+                    entry for entry in new if entry[1][-1] in stop_tokens
+                ]  # the same text: the best one counts
                 pool += [entry for entry in new if entry not in stopped or entry == max(stopped)]
             pool.sort(reverse=True)
             ends = lambda text, n=n: text[-1] in stop_tokens or n == max_tokens
-            group["finished"] += [(score(total, n), text) for total, text in pool[:size] if ends(text)]
+            group["finished"] += [
+                (score(total, n), text) for total, text in pool[:size] if ends(text)
+            ]
             group["finished"] = sorted(group["finished"], reverse=True)[:size]
             group["running"] = [entry for entry in pool if entry[1][-1] not in stop_tokens][:size]
             for _, text in group["running"]:
                 taken[text[-1]] += 1
             full = len(group["finished"]) == size
             lengths = range(n, max_tokens + 1) if how.early_stopping == "never" else [n]
-            best = max((score(group["running"][0][0], m) for m in lengths), default=0) if group["running"] else -math.inf
+            best = (
+                max((score(group["running"][0][0], m) for m in lengths), default=0)
+                if group["running"]
+                else -math.inf
+            )
             improves = not full or best > group["finished"][-1][0]
-            group["done"] = not group["running"] or not improves or (how.early_stopping is True and full)
+            group["done"] = (
+                not group["running"] or not improves or (how.early_stopping is True and full)
+            )
             group["done"] &= not always_on
     found = {}  # each text once
-    for total, text in sorted((entry for group in groups for entry in group["finished"]), reverse=True):
+    for total, text in sorted(
+        (entry for group in groups for entry in group["finished"]), reverse=True
+    ):
         found.setdefault(text[:-1] if text[-1] in stop_tokens else text, (text, total))
     return list(found.values())[: how.n_best]
 
@@ -132,7 +177,8 @@ GNMT = {f"gnmt {a}": (gnmt(a), lambda s, n, a=a: s / ((5 + n) / 6) ** a) for a i
     ],
 )
 def test_plain_beams_equal_the_reference(beams, penalties, early_stopping):
-    """Rows with prompts of different length, each as it is alone; stop tokens are among the likely ones."""
+    """Rows with prompts of different length, each as it is alone; stop tokens are among the likely
+    ones."""
     V, prompts = 7, [[1, 2, 3], [4], [5, 5]]
     for seed, (penalty, score) in itertools.product(SEEDS, penalties.values()):
         weights = network(seed, V)
@@ -140,8 +186,12 @@ def test_plain_beams_equal_the_reference(beams, penalties, early_stopping):
         stop_tokens = [[1, 2, 3, 4, 5], [0, 0, 0, 2, 2]][seed % 2]
         for row, prompt in zip(run(weights, prompts, 6, how, stop_tokens), prompts, strict=True):
             assert_same(row, reference(weights, prompt, 6, how, stop_tokens, score))
-            if early_stopping == "never":  # loses nothing to a search that always uses all its steps
-                assert_same(row, reference(weights, prompt, 6, how, stop_tokens, score, always_on=True))
+            if (
+                early_stopping == "never"
+            ):  # loses nothing to a search that always uses all its steps
+                assert_same(
+                    row, reference(weights, prompt, 6, how, stop_tokens, score, always_on=True)
+                )
 
 
 @pytest.mark.thorough
@@ -153,7 +203,9 @@ def test_diverse_beams_equal_the_reference(groups, early_stopping):
     for seed in range(3):
         weights = network(seed, 9)
         for diversity in (0.0, 0.7, 20.0):
-            how = Beams(8, n_best=8, early_stopping=early_stopping, groups=groups, diversity=diversity)
+            how = Beams(
+                8, n_best=8, early_stopping=early_stopping, groups=groups, diversity=diversity
+            )
             for row, prompt in zip(run(weights, prompts, 5, how, [0]), prompts, strict=True):
                 expected = reference(weights, prompt, 5, how, [0], score, diversity)
                 # two groups may find one text, with scores that differ by rounding
@@ -193,27 +245,45 @@ def first_is_four(scores, history):
 def never_twice(scores, history):
     """Removes every token that the text holds already, prompt included."""
     used = jnp.arange(history.tokens.shape[1])[None] < history.length[:, None]
-    hits = (history.tokens[:, :, None] == jnp.arange(scores.shape[-1])[None, None]) & used[:, :, None]
+    hits = (history.tokens[:, :, None] == jnp.arange(scores.shape[-1])[None, None]) & used[
+        :, :, None
+    ]
     return jnp.where(hits.any(axis=1), -jnp.inf, scores)
 
 
 @pytest.mark.thorough
 def test_filters_see_the_text_of_their_row():
     weights, prompts, how = network(2, 9), [[1, 2], [3]], Beams(4, n_best=3)
-    for row, prompt in zip(run(weights, prompts, 5, how, [0], (never_twice,)), prompts, strict=True):
+    for row, prompt in zip(
+        run(weights, prompts, 5, how, [0], (never_twice,)), prompts, strict=True
+    ):
         allowed = lambda text, token, prompt=prompt: token not in (*prompt, *text)
-        assert_same(row, reference(weights, prompt, 5, how, [0], lambda s, n: s / n, allowed=allowed))
+        assert_same(
+            row, reference(weights, prompt, 5, how, [0], lambda s, n: s / n, allowed=allowed)
+        )
     for row in run(weights, prompts, 5, how, [0], (first_is_four,)):
         assert all(text[0] == 4 for text, _ in row) and len({tuple(text) for text, _ in row}) == 3
 
 
 @pytest.mark.thorough
 def test_a_text_ends_where_no_token_is_left():
-    """Of four tokens, one in the prompt, none twice: six orders of three, whether the limit is there or later."""
-    orders = {(a, b, c) for a in (0, 2, 3) for b in (0, 2, 3) for c in (0, 2, 3) if len({a, b, c}) == 3}
+    """Of four tokens, one in the prompt, none twice: six orders of three, whether the limit is
+    there or later."""
+    orders = {
+        (a, b, c) for a in (0, 2, 3) for b in (0, 2, 3) for c in (0, 2, 3) if len({a, b, c}) == 3
+    }
     for limit in (6, 3):
-        found = run(network(0, 4), [[1]], limit, Beams(8, n_best=8, early_stopping="never"), [], (never_twice,))[0]
-        assert len(found) == 6  # for two more beams there is no text: their scores are -inf, which `texts` leaves out
+        found = run(
+            network(0, 4),
+            [[1]],
+            limit,
+            Beams(8, n_best=8, early_stopping="never"),
+            [],
+            (never_twice,),
+        )[0]
+        assert (
+            len(found) == 6
+        )  # for two more beams there is no text: their scores are -inf, which `texts` leaves out
         assert {tuple(text) for text, _ in found} == orders
 
 
@@ -225,7 +295,9 @@ def no_number_beyond_the_slots(scores, history):
 @pytest.mark.thorough
 def test_a_row_ends_where_its_slots_are_full():
     weights, how = network(1, 7), Beams(3, n_best=3)
-    full, short = run(weights, [[1, 2, 3], [4]], 20, how, [], (no_number_beyond_the_slots,), slots=8)
+    full, short = run(
+        weights, [[1, 2, 3], [4]], 20, how, [], (no_number_beyond_the_slots,), slots=8
+    )
     assert_same(full, reference(weights, [1, 2, 3], 5, how, [], lambda s, n: s / n))
     assert_same(short, reference(weights, [4], 7, how, [], lambda s, n: s / n))
 
@@ -238,10 +310,18 @@ def test_limits_stop_tokens_penalties_and_diversity_are_no_constants():
     @jax.jit
     @chex.assert_max_traces(n=2)  # a number, a function
     def once(how, max_tokens, stop_tokens):
-        logits, state = advance(jax.tree.map(jnp.array, weights), jnp.array([1, 2]), jnp.zeros((2, 8)))
+        logits, state = advance(
+            jax.tree.map(jnp.array, weights), jnp.array([1, 2]), jnp.zeros((2, 8))
+        )
         history = History(jnp.zeros((2, 9), jnp.int32), jnp.array([1, 1]), jnp.array([1, 1]))
         return beam_search(
-            partial(advance, jax.tree.map(jnp.array, weights)), logits, state, history, max_tokens, how, stop_tokens
+            partial(advance, jax.tree.map(jnp.array, weights)),
+            logits,
+            state,
+            history,
+            max_tokens,
+            how,
+            stop_tokens,
         )
 
     for i in range(3):
@@ -258,7 +338,10 @@ def test_a_plain_function_is_a_length_penalty():
     assert_same(run(weights, [[1]], 5, how, [0])[0], reference(weights, [1], 5, how, [0], score))
 
 
-@pytest.mark.parametrize("bad", [dict(n_best=5), dict(beams=0), dict(n_best=0), dict(groups=3), dict(early_stopping="no")])
+@pytest.mark.parametrize(
+    "bad",
+    [dict(n_best=5), dict(beams=0), dict(n_best=0), dict(groups=3), dict(early_stopping="no")],
+)
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ConfigError):
         Beams(**bad)
@@ -267,7 +350,9 @@ def test_bad_settings_are_refused(bad):
 @pytest.mark.parametrize("number", [0, 1, 1.0])
 def test_numbers_that_equal_true_and_false_are_neither(number):
     how = Beams()
-    object.__setattr__(how, "early_stopping", number)  # this suite checks the types of fields, a user's program does not
+    object.__setattr__(
+        how, "early_stopping", number
+    )  # this suite checks the types of fields, a user's program does not
     with pytest.raises(ConfigError, match=f"early_stopping={number}: must be True, False"):
         how.__post_init__()
 
@@ -282,21 +367,29 @@ def test_texts_to_score_have_tokens_of_the_vocabulary_and_no_part_is_empty():
         with pytest.raises(ConfigError, match=f"token {wrong} is outside the vocabulary of 7"):
             decoding.score(config, weights, [[1], changed[:2]], [[2], changed[2:]])
     for prompts, continuations in (([[]], [text]), ([text], [[]]), ([text], [])):
-        with pytest.raises(ConfigError, match="as many continuations; no prompt or continuation may be empty"):
+        with pytest.raises(
+            ConfigError, match="as many continuations; no prompt or continuation may be empty"
+        ):
             decoding.score(config, weights, prompts, continuations)
 
 
 @pytest.mark.thorough
 def test_no_score_of_tokens_that_the_mask_shows_to_those_before():
-    """Behind a prefix each token is predicted; one that begins inside, or a model of both directions, has no score."""
+    """Behind a prefix each token is predicted; one that begins inside, or a model of both
+    directions, has no score."""
     config = ModelConfig(vocab_size=7, num_layers=1, d_model=8, num_heads=2, context_length=9)
     prefix = replace(config, masks=(masks.causal(), masks.causal() | masks.prefix(3)))
     weights, new = models.init(config, jax.random.key(0)), [4, 5, 6]
-    for wrong, prompts in ((prefix, [[1, 2, 3], [1, 2]]), (replace(config, masks=(masks.full(),)), [[1] * 3, [1] * 3])):
+    for wrong, prompts in (
+        (prefix, [[1, 2, 3], [1, 2]]),
+        (replace(config, masks=(masks.full(),)), [[1] * 3, [1] * 3]),
+    ):
         with pytest.raises(ConfigError, match="score: the mask shows tokens"):
             decoding.score(wrong, weights, prompts, [new, new])
     (found,) = decoding.score(prefix, weights, [[1, 2, 3]], [new])
-    logits, cache = decoding.prefill(prefix, weights, jnp.array([[1, 2, 3]]), decoding.init_cache(prefix, 1, 9))
+    logits, cache = decoding.prefill(
+        prefix, weights, jnp.array([[1, 2, 3]]), decoding.init_cache(prefix, 1, 9)
+    )
     for token, log in zip(new, found.tokens, strict=True):
         np.testing.assert_allclose(log, jax.nn.log_softmax(logits.reshape(-1))[token], rtol=1e-5)
         logits, cache = decoding.decode_step(prefix, weights, jnp.array([[token]]), cache)
@@ -304,11 +397,20 @@ def test_no_score_of_tokens_that_the_mask_shows_to_those_before():
 
 @pytest.mark.thorough
 def test_scores_of_a_model_are_those_of_its_forward_pass():
-    config = ModelConfig(vocab_size=19, num_layers=2, d_model=24, num_heads=4, context_length=24, init_std=0.4)
-    params, prompts = jax.jit(models.init, static_argnums=0)(config, jax.random.key(3)), [[1, 2, 3, 4], [7], [4, 4]]
+    config = ModelConfig(
+        vocab_size=19, num_layers=2, d_model=24, num_heads=4, context_length=24, init_std=0.4
+    )
+    params, prompts = (
+        jax.jit(models.init, static_argnums=0)(config, jax.random.key(3)),
+        [[1, 2, 3, 4], [7], [4, 4]],
+    )
     forward = jax.jit(models.apply, static_argnums=0)
     how, stop = Beams(4, 4, length_penalty=0.7), (5, 11)
-    for prompt, row in zip(prompts, decoding.search(config, params, prompts, 7, beams=how, stop_tokens=stop), strict=True):
+    for prompt, row in zip(
+        prompts,
+        decoding.search(config, params, prompts, 7, beams=how, stop_tokens=stop),
+        strict=True,
+    ):
         assert len({tuple(text) for text, _ in row}) == 4
         whole = np.zeros((4, 12), np.int32)
         for line, (text, _) in zip(whole, row, strict=True):

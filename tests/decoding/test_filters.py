@@ -1,4 +1,5 @@
-"""Filters against float64 witnesses in NumPy, one row and one token at a time; against transformers in tests/parity."""
+"""Filters against float64 witnesses in NumPy, one row and one token at a time; against transformers
+in tests/parity."""
 
 import chex
 import jax
@@ -27,7 +28,9 @@ from jaxformer.errors import ConfigError
 V = 50_257
 rng = np.random.default_rng(0)
 ROWS = {
-    "peaked": np.concatenate([[30.0], rng.normal(size=V - 1)]),  # GPT-2's vocabulary, one token nearly sure
+    "peaked": np.concatenate(
+        [[30.0], rng.normal(size=V - 1)]
+    ),  # GPT-2's vocabulary, one token nearly sure
     "flat": np.zeros(V),
     "wide": 4 * rng.normal(size=V),
     "ties": rng.integers(0, 4, 300).astype(float),
@@ -36,7 +39,12 @@ ROWS = {
     "one": np.zeros(1),
 }
 SHARES = (1e-7, 0.1, 0.5, 0.9, 0.999, 1.0)
-TEXTS = [[5, 1, 2, 3, 1, 2], [4, 4, 4], [7], [1, 2, 3, 1, 2, 3, 1, 2]]  # four rows; their first PROMPTS tokens are the prompt
+TEXTS = [
+    [5, 1, 2, 3, 1, 2],
+    [4, 4, 4],
+    [7],
+    [1, 2, 3, 1, 2, 3, 1, 2],
+]  # four rows; their first PROMPTS tokens are the prompt
 PROMPTS = [3, 1, 1, 2]
 run = jax.jit(lambda keep, logits, history: keep(logits, history))  # filters are arguments
 
@@ -69,7 +77,8 @@ def probabilities_of(logits):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_top_p_keeps_the_fewest_of_the_likeliest(name):
-    """The kept are a beginning of the tokens by (probability, index), as long as p asks for and no longer."""
+    """The kept are a beginning of the tokens by (probability, index), as long as p asks for and no
+    longer."""
     logits = ROWS[name].astype(np.float32)
     probabilities = probabilities_of(logits.astype(np.float64))
     order = np.argsort(-probabilities, kind="stable")
@@ -90,7 +99,9 @@ def test_top_p_keeps_the_fewest_of_the_likeliest(name):
 def test_of_equal_tokens_top_p_keeps_the_first_and_no_more_than_it_needs():
     logits = jnp.array([[0.0, 1.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
     kept = np.isfinite(run(TopP([0.5, 0.5, 1e-6]), logits, None))
-    np.testing.assert_array_equal(kept, [[False, True, False, True], [True, True, False, False], [True, False, False, False]])
+    np.testing.assert_array_equal(
+        kept, [[False, True, False, True], [True, True, False, False], [True, False, False, False]]
+    )
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -146,8 +157,14 @@ def test_penalties_of_repeated_tokens(seed):
             expected["repetition"][row, token] = score * 1.3 if score < 0 else score / 1.3
             expected["presence"][row, token] -= 0.7 * (new > 0)
             expected["frequency"][row, token] -= 0.4 * new
-    for name, made in (("repetition", Repetition(1.3)), ("presence", Presence(0.7)), ("frequency", Frequency(0.4))):
-        np.testing.assert_allclose(run(made, jnp.asarray(logits), history_of()), expected[name], rtol=1e-6, err_msg=name)
+    for name, made in (
+        ("repetition", Repetition(1.3)),
+        ("presence", Presence(0.7)),
+        ("frequency", Frequency(0.4)),
+    ):
+        np.testing.assert_allclose(
+            run(made, jnp.asarray(logits), history_of()), expected[name], rtol=1e-6, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
@@ -156,15 +173,30 @@ def test_no_n_gram_is_repeated(n):
     removed = np.isinf(run(NoRepeatNgram(n), logits, history_of()))
     for row, text in enumerate(TEXTS):
         seen = {tuple(text[i : i + n]) for i in range(len(text) - n + 1)}
-        repeats = [len(text) >= n - 1 and (*text[len(text) - n + 1 :], token) in seen for token in range(9)]
+        repeats = [
+            len(text) >= n - 1 and (*text[len(text) - n + 1 :], token) in seen for token in range(9)
+        ]
         np.testing.assert_array_equal(removed[row], repeats)
 
 
 def test_bad_words_are_removed_where_they_would_end():
-    words = [[3], [1, 2, 3], [4, 4, 4, 4], [4, 4, 5], [9, 7, 0], [7, 7], [3, 1, 2, 8], [0, 0, 0, 0, 0, 0, 7, 6]]
+    words = [
+        [3],
+        [1, 2, 3],
+        [4, 4, 4, 4],
+        [4, 4, 5],
+        [9, 7, 0],
+        [7, 7],
+        [3, 1, 2, 8],
+        [0, 0, 0, 0, 0, 0, 7, 6],
+    ]
     removed = np.isinf(run(BadWords(words), jnp.asarray(random_logits()), history_of()))
     for row, text in enumerate(TEXTS):
-        ends = {word[-1] for word in words if text[max(len(text) - len(word) + 1, 0) :] == word[:-1] or len(word) == 1}
+        ends = {
+            word[-1]
+            for word in words
+            if text[max(len(text) - len(word) + 1, 0) :] == word[:-1] or len(word) == 1
+        }
         assert set(np.flatnonzero(removed[row])) == ends, text
 
 
@@ -180,13 +212,21 @@ def test_bias_of_some_tokens_and_of_all():
 
 def test_no_stop_token_before_the_least_length():
     new = np.subtract([len(text) for text in TEXTS], PROMPTS)  # 3, 2, 0, 6
-    removed = np.isinf(run(MinLength([4, 2, 1, 0], np.array([3, -1, 8])), jnp.asarray(random_logits()), history_of()))
+    removed = np.isinf(
+        run(
+            MinLength([4, 2, 1, 0], np.array([3, -1, 8])),
+            jnp.asarray(random_logits()),
+            history_of(),
+        )
+    )
     for row, least in enumerate((4, 2, 1, 0)):
         assert set(np.flatnonzero(removed[row])) == ({3, 8} if new[row] < least else set())
 
 
 def test_the_first_new_tokens_are_forced_even_if_removed():
-    prefixes = np.array([[0, 0, 0, 5], [1, -1, -1, -1], [6, 2, 3, 4], [1, 1, 1, 1]])  # of 3, 2, 0 and 6 new tokens
+    prefixes = np.array(
+        [[0, 0, 0, 5], [1, -1, -1, -1], [6, 2, 3, 4], [1, 1, 1, 1]]
+    )  # of 3, 2, 0 and 6 new tokens
     logits = random_logits()
     logits[2, 6] = -np.inf
     out = np.asarray(run(ForcedPrefix(prefixes), jnp.asarray(logits), history_of()))
@@ -198,16 +238,24 @@ def test_the_first_new_tokens_are_forced_even_if_removed():
 
 
 NUMBERS = {
-    Temperature: [0.7, 1.0, 0.0, 2.0], TopK: [1, 2, 5, 20], TopP: [0.2, 0.5, 0.9, 1.0], MinP: [0.0, 0.1, 0.5, 1.0],
-    Typical: [0.2, 0.5, 0.9, 1.0], Repetition: [0.5, 1.0, 1.2, 3.0], Presence: [0.0, 1.0, -1.0, 2.0],
-    Frequency: [0.0, 1.0, -1.0, 2.0], lambda length: MinLength(length, np.array([2, 3])): [0, 1, 3, 9],
+    Temperature: [0.7, 1.0, 0.0, 2.0],
+    TopK: [1, 2, 5, 20],
+    TopP: [0.2, 0.5, 0.9, 1.0],
+    MinP: [0.0, 0.1, 0.5, 1.0],
+    Typical: [0.2, 0.5, 0.9, 1.0],
+    Repetition: [0.5, 1.0, 1.2, 3.0],
+    Presence: [0.0, 1.0, -1.0, 2.0],
+    Frequency: [0.0, 1.0, -1.0, 2.0],
+    lambda length: MinLength(length, np.array([2, 3])): [0, 1, 3, 9],
     ForcedPrefix: [[5, -1, 1], [1, 2, 3], [4, 4, 4], [-1, 2, 2]],
-}  # fmt: skip
+}
 
 
 def compiled_at_most(times):
     chex.clear_trace_counter()
-    return jax.jit(chex.assert_max_traces(lambda keep, logits, history: keep(logits, history), n=times))
+    return jax.jit(
+        chex.assert_max_traces(lambda keep, logits, history: keep(logits, history), n=times)
+    )
 
 
 @pytest.mark.thorough_after(7)
@@ -234,12 +282,30 @@ def test_other_words_and_biases_of_one_shape_compile_nothing():
 
 def test_numbers_that_mean_nothing_are_refused():
     for make, number in (
-        (Temperature, -1.0), (Temperature, 1e-40), (Temperature, float("nan")), (Temperature, float("inf")), (TopK, 0),
-        (TopP, 0.0), (TopP, [0.5, 1.5]), (MinP, -0.1), (Typical, 0), (Repetition, 0), (Presence, float("inf")),
-        (Frequency, float("nan")), (NoRepeatNgram, 0), (BadWords, [[1], []]), (BadWords, [[-1]]), (LogitBias, {-1: 1.0}),
-        (LogitBias, {1: float("nan")}), (lambda length: MinLength(length, [0]), -1), (ForcedPrefix, [1, -2]),
-        (TopK, 2.5), (ForcedPrefix, [1.5]), (LogitBias, {1.5: 1.0}),  # were cut to whole ones
-    ):  # fmt: skip
+        (Temperature, -1.0),
+        (Temperature, 1e-40),
+        (Temperature, float("nan")),
+        (Temperature, float("inf")),
+        (TopK, 0),
+        (TopP, 0.0),
+        (TopP, [0.5, 1.5]),
+        (MinP, -0.1),
+        (Typical, 0),
+        (Repetition, 0),
+        (Presence, float("inf")),
+        (Frequency, float("nan")),
+        (NoRepeatNgram, 0),
+        (BadWords, [[1], []]),
+        (BadWords, [[-1]]),
+        (LogitBias, {-1: 1.0}),
+        (LogitBias, {1: float("nan")}),
+        (lambda length: MinLength(length, [0]), -1),
+        (ForcedPrefix, [1, -2]),
+        (TopK, 2.5),
+        (TopK, float("inf")),
+        (ForcedPrefix, [1.5]),
+        (LogitBias, {1.5: 1.0}),  # were cut to whole ones
+    ):
         with pytest.raises(ConfigError, match="must be"):
             make(number)
 
@@ -247,9 +313,14 @@ def test_numbers_that_mean_nothing_are_refused():
 def test_every_integer_of_the_search_has_the_order_of_its_float():
     """The k-th largest of any floats, tiny, huge, of both signs and both zeros, is one of them."""
     values = np.concatenate(
-        [rng.normal(size=200) * 10.0 ** rng.integers(-37, 38, 200), [0.0, -0.0, np.inf, -np.inf, 3e38, -3e38]]
+        [
+            rng.normal(size=200) * 10.0 ** rng.integers(-37, 38, 200),
+            [0.0, -0.0, np.inf, -np.inf, 3e38, -3e38],
+        ]
     )
     values = values.astype(np.float32)
     for k in (1, 2, 3, 100, 150, 205, 206):
         kept = np.asarray(run(TopK(k), jnp.asarray(values)[None], None))[0]
-        np.testing.assert_array_equal(kept > -np.inf, (values >= np.sort(values)[-k]) & (values > -np.inf))
+        np.testing.assert_array_equal(
+            kept > -np.inf, (values >= np.sort(values)[-k]) & (values > -np.inf)
+        )

@@ -16,13 +16,16 @@ N = 40_000
 
 
 def distance(drawn, probabilities):
-    """Chi-square of drawn tokens over its degrees of freedom: 1 +- sqrt(2 / freedom) if they have these probabilities."""
+    """Chi-square of drawn tokens over its degrees of freedom: 1 +- sqrt(2 / freedom) if they have
+    these probabilities."""
     likely = probabilities * len(drawn) > 5
     counts = np.bincount(drawn, minlength=len(probabilities))
     expected = np.append(probabilities[likely], probabilities[~likely].sum()) * len(drawn)
     observed = np.append(counts[likely], counts[~likely].sum())
     freedom = likely.sum() - (expected[-1] == 0)
-    return ((observed - expected)[expected > 0] ** 2 / expected[expected > 0]).sum() / freedom, np.sqrt(2 / freedom)
+    return (
+        (observed - expected)[expected > 0] ** 2 / expected[expected > 0]
+    ).sum() / freedom, np.sqrt(2 / freedom)
 
 
 @pytest.mark.thorough
@@ -33,7 +36,11 @@ def test_draws_have_the_probabilities_of_the_logits(width, scale):
     logits[::3] = -np.inf
     logits[-1] = 0.0
     keys = jax.random.split(jax.random.key(1), N)
-    draw = jax.jit(lambda keys: jax.vmap(lambda key: sampling.draw(jnp.asarray(logits)[None], key[None], 1.0)[0])(keys))
+    draw = jax.jit(
+        lambda keys: jax.vmap(
+            lambda key: sampling.draw(jnp.asarray(logits)[None], key[None], 1.0)[0]
+        )(keys)
+    )
     drawn = np.concatenate([draw(keys[i : i + 4000]) for i in range(0, N, 4000)])
     assert np.isfinite(logits[drawn]).all()
     exponentials = np.exp(logits.astype(np.float64))
@@ -62,10 +69,14 @@ def test_a_draw_follows_temperature_and_filters():
 def test_nothing_that_was_removed_is_drawn_whatever_the_random_number(monkeypatch):
     """Between tokens of weight 0 and at both ends of the random numbers, with sums that round."""
     rng = np.random.default_rng(3)
-    logits = np.where(rng.random((64, 5000)) < 0.01, 10 * rng.normal(size=(64, 5000)), -np.inf).astype(np.float32)
+    logits = np.where(
+        rng.random((64, 5000)) < 0.01, 10 * rng.normal(size=(64, 5000)), -np.inf
+    ).astype(np.float32)
     for u in (0.0, 1e-45, 1e-7, 0.3, 0.999999, 1 - 2**-23, 1.0):
         monkeypatch.setattr(jax.random, "uniform", lambda key, u=u: jnp.float32(u))
-        drawn = np.asarray(sampling.draw(jnp.asarray(logits), jax.random.split(jax.random.key(0), 64), 1.0))
+        drawn = np.asarray(
+            sampling.draw(jnp.asarray(logits), jax.random.split(jax.random.key(0), 64), 1.0)
+        )
         assert np.isfinite(logits[np.arange(64), drawn]).all(), u
         share = np.exp(logits - logits.max(axis=1, keepdims=True)).astype(np.float64)
         sums = np.cumsum(share / share.sum(axis=1, keepdims=True), axis=1)[np.arange(64), drawn]
@@ -77,9 +88,16 @@ def test_nothing_that_was_removed_is_drawn_whatever_the_random_number(monkeypatc
 @pytest.mark.thorough
 def test_rows_of_temperature_0_are_greedy_and_each_row_is_what_it_is_alone():
     logits = (
-        jnp.asarray(np.random.default_rng(0).normal(size=(6, 1000)).astype(np.float32)).at[3, 7].set(9.0).at[3, 500].set(9.0)
+        jnp.asarray(np.random.default_rng(0).normal(size=(6, 1000)).astype(np.float32))
+        .at[3, 7]
+        .set(9.0)
+        .at[3, 500]
+        .set(9.0)
     )
-    keys, temperatures = jax.random.split(jax.random.key(2), 6), jnp.array([1.0, 0.0, 0.5, 0.0, 1.0, 1.0])
+    keys, temperatures = (
+        jax.random.split(jax.random.key(2), 6),
+        jnp.array([1.0, 0.0, 0.5, 0.0, 1.0, 1.0]),
+    )
     draw = jax.jit(chex.assert_max_traces(sampling.draw, n=2))
     together = np.asarray(draw(logits, keys, temperatures))
     assert together.dtype == np.int32

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness runs its tasks offline on our models; its numbers are those of `apply`, and of its own HFLM."""
+"""lm-evaluation-harness runs its tasks offline on our models; its numbers are those of `apply`, and
+of its own HFLM."""
 
 import json
 import math
@@ -44,9 +45,12 @@ def requests(*rows):
 
 
 def by_hand(config, params, context, new):
-    """(log-likelihood in float64, greedy or not) of tokens after others, from the logits of `apply`."""
+    """(log-likelihood in float64, greedy or not) of tokens after others, from the logits of
+    `apply`."""
     tokens = np.array([*context, *new])
-    logits = np.asarray(models.apply(config, params, jax.device_put(tokens[None, :-1])).logits[0], np.float64)[-len(new) :]
+    logits = np.asarray(
+        models.apply(config, params, jax.device_put(tokens[None, :-1])).logits[0], np.float64
+    )[-len(new) :]
     shifted = logits - logits.max(axis=-1, keepdims=True)
     logs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return logs[np.arange(len(new)), new].sum(), bool((logits.argmax(axis=-1) == new).all())
@@ -73,7 +77,9 @@ def test_log_likelihoods_are_those_of_apply(positions):
 
 
 def by_hand_greedy(config, params, tokens):
-    return int(models.apply(config, params, jax.device_put(np.array([tokens]))).logits[0, -1].argmax())
+    return int(
+        models.apply(config, params, jax.device_put(np.array([tokens]))).logits[0, -1].argmax()
+    )
 
 
 @parity
@@ -81,11 +87,15 @@ def test_rolling_scores_each_token_once_with_all_the_context_there_is():
     params = sharp(MODEL)
     lm = harness.model(MODEL, params, BYTES, rows=4)
     texts = ["short", "", "long " * 20, "x" * 31]
-    for text, value in zip(texts, lm.loglikelihood_rolling(requests(*((text,) for text in texts))), strict=True):
+    for text, value in zip(
+        texts, lm.loglikelihood_rolling(requests(*((text,) for text in texts))), strict=True
+    ):
         tokens, expected = BYTES.encode("\n" + text), 0.0
         for first in range(1, len(tokens), 32):
             last = min(first + 32, len(tokens))
-            expected += by_hand(MODEL, params, tokens[max(last - 33, 0) : first], tokens[first:last])[0]
+            expected += by_hand(
+                MODEL, params, tokens[max(last - 33, 0) : first], tokens[first:last]
+            )[0]
         assert value == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
@@ -95,7 +105,10 @@ def test_few_programs_serve_many_lengths():
 
     lm = harness.model(MODEL, sharp(MODEL), BYTES, rows=4)
     before = _score._cache_size()
-    lm.loglikelihood(requests(*(("a" * n, "b" * m) for n in range(1, 20) for m in range(1, 9))), disable_tqdm=True)
+    lm.loglikelihood(
+        requests(*(("a" * n, "b" * m) for n in range(1, 20) for m in range(1, 9))),
+        disable_tqdm=True,
+    )
     assert _score._cache_size() - before <= 2  # 16 and 32 tokens
 
 
@@ -117,7 +130,10 @@ def test_generation_obeys_the_task():
     ]
     texts = lm.generate_until(requests(*kinds))
     assert texts[0] == texts[2] == free[: free.index(stop)] and len(texts[1]) <= 4 and texts[3]
-    for arguments, said in (({"num_beams": 3}, "num_beams is not known"), ({}, "max_gen_toks=256 leaves no room")):
+    for arguments, said in (
+        ({"num_beams": 3}, "num_beams is not known"),
+        ({}, "max_gen_toks=256 leaves no room"),
+    ):
         with pytest.raises(ConfigError, match=said):
             lm.generate_until(requests(("the quick", arguments)))
 
@@ -173,7 +189,9 @@ def tasks(tmp_path, monkeypatch):
     monkeypatch.chdir(furnish(tmp_path))
     folder = tmp_path / "tasks"
     folder.mkdir()
-    (folder / "animals.jsonl").write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES))
+    (folder / "animals.jsonl").write_text(
+        "".join(json.dumps(example) + "\n" for example in EXAMPLES)
+    )
     for name, text in (("animals", CHOICE), ("endings", ANSWER), ("text", ROLLING)):
         (folder / f"{name}.yaml").write_text(text.format(folder=folder))
     assert cli.main(["train", "tiny"]) == 0
@@ -192,17 +210,26 @@ def test_the_command_runs_local_tasks_of_all_three_kinds_offline(tasks, capsys):
     written = json.loads((folder / "harness.json").read_text())
     run = jaxformer.open_run(folder)
     model, params = run.experiment.model, run.params  # of 16 positions
-    score = lambda text, new: by_hand(model, params, BYTES.encode(text + new)[-16 : -len(new)], BYTES.encode(new))[0]
+    score = lambda text, new: by_hand(
+        model, params, BYTES.encode(text + new)[-16 : -len(new)], BYTES.encode(new)
+    )[0]
     right, nats = 0, 0.0
     for example in EXAMPLES:
         question = example["question"]
-        right += int(np.argmax([score(question, choice) for choice in example["choices"]])) == example["label"]
+        right += (
+            int(np.argmax([score(question, choice) for choice in example["choices"]]))
+            == example["label"]
+        )
         nats -= score("\n", question)
-    assert written["step"] == 6 and written["results"]["animals"]["acc,none"] == pytest.approx(right / len(EXAMPLES))
+    assert written["step"] == 6 and written["results"]["animals"]["acc,none"] == pytest.approx(
+        right / len(EXAMPLES)
+    )
     bits = nats / math.log(2) / sum(len(example["question"]) for example in EXAMPLES)
     assert written["results"]["text"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
     assert cli.main(["harness", "tiny", "--tasks=animals", f"--include={tasks}", "--limit=1"]) == 0
-    assert json.loads((folder / "harness.json").read_text())["n-samples"]["animals"]["effective"] == 1
+    assert (
+        json.loads((folder / "harness.json").read_text())["n-samples"]["animals"]["effective"] == 1
+    )
     assert cli.main(["harness", "tiny", "--tasks=animal", f"--include={tasks}"]) == 2
     assert "did you mean animals" in capsys.readouterr().err
     (tasks / "animals.jsonl").unlink()
@@ -222,26 +249,43 @@ def gpt2(tmp_path_factory):
     words = tokenizers.BPE.train(" ".join(f"{context} {new}" for context, new in TEXTS) * 3, 300)
     (folder / "words.json").write_text(json.dumps(words.state["tokenizer"]))
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "words.json"), eos_token=tokenizers.END_OF_TEXT, pad_token=tokenizers.END_OF_TEXT
+        tokenizer_file=str(folder / "words.json"),
+        eos_token=tokenizers.END_OF_TEXT,
+        pad_token=tokenizers.END_OF_TEXT,
     )
     end = theirs.eos_token_id
     config = transformers.GPT2Config(
-        vocab_size=words.vocab_size, n_embd=24, n_layer=2, n_head=4, n_positions=48, bos_token_id=end, eos_token_id=end,
+        vocab_size=words.vocab_size,
+        n_embd=24,
+        n_layer=2,
+        n_head=4,
+        n_positions=48,
+        bos_token_id=end,
+        eos_token_id=end,
         initializer_range=0.4,
-    )  # fmt: skip
+    )
     theirs_model = transformers.GPT2LMHeadModel(config).eval()
     theirs_model.save_pretrained(folder / "model")
     ours = families.load(folder / "model")
-    lm = harness.model(ours.config, ours.params, words, end=ours.tokens.eos, prefix=ours.tokens.bos, rows=4)
+    lm = harness.model(
+        ours.config, ours.params, words, end=ours.tokens.eos, prefix=ours.tokens.bos, rows=4
+    )
     return HFLM(theirs_model, tokenizer=theirs, batch_size=3, device="cpu"), lm, words
 
 
 @parity
 def test_numbers_are_those_of_hflm_on_the_same_weights(gpt2):
     theirs, ours, _ = gpt2
-    texts = [("the quick", " brown fox"), ("", "jumps over"), ("lazy ", "dog. " * 4), ("dog " * 60, "jumps over")]
+    texts = [
+        ("the quick", " brown fox"),
+        ("", "jumps over"),
+        ("lazy ", "dog. " * 4),
+        ("dog " * 60, "jumps over"),
+    ]
     expected = theirs.loglikelihood(requests(*texts), disable_tqdm=True)
-    for (value, greedy), (their_value, their_greedy) in zip(ours.loglikelihood(requests(*texts)), expected, strict=True):
+    for (value, greedy), (their_value, their_greedy) in zip(
+        ours.loglikelihood(requests(*texts)), expected, strict=True
+    ):
         assert value == pytest.approx(their_value, rel=1e-4, abs=1e-4) and greedy == their_greedy
     texts = [("the quick brown fox",), ("lazy dog. " * 30,)]
     expected = theirs.loglikelihood_rolling(requests(*texts), disable_tqdm=True)

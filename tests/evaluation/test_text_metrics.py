@@ -1,4 +1,5 @@
-"""Scores of texts are those of the packages called directly, and of SQuAD's rules applied by hand."""
+"""Scores of texts are those of the packages called directly, and of SQuAD's rules applied by
+hand."""
 
 import random
 
@@ -7,12 +8,28 @@ import pytest
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation import text_metrics
 
-WORDS = ["The", "the", "cat", "cats", "sat,", "on", "a", "mat.", "running", "ran", "isn't", "3.5", "Straße", "naïve"]
+WORDS = [
+    "The",
+    "the",
+    "cat",
+    "cats",
+    "sat,",
+    "on",
+    "a",
+    "mat.",
+    "running",
+    "ran",
+    "isn't",
+    "3.5",
+    "Straße",
+    "naïve",
+]
 FUNCTIONS = ("bleu", "chrf", "rouge", "exact_match", "token_f1")
 
 
 def texts(seed):
-    """(hypotheses, references): words of a small vocabulary, some texts equal, some empty, some of two lines."""
+    """(hypotheses, references): words of a small vocabulary, some texts equal, some empty, some of
+    two lines."""
     rng = random.Random(seed)
     text = lambda: " ".join(rng.choice([*WORDS, "\n"]) for _ in range(rng.randrange(12)))
     references = [text() for _ in range(30)] + ["the cat sat"]
@@ -42,10 +59,15 @@ def test_rouge_is_rouge_scores(seed):
     ascii_only = lambda some: [text.replace("ß", "ss").replace("ï", "i") for text in some]
     hypotheses, references = map(ascii_only, texts(seed))
     scores = text_metrics.rouge(hypotheses, references)
-    assert scores.pop("rouge_signature").startswith("tokenizer:unicode|stemmer:porter|sentences:lines|version:")
+    assert scores.pop("rouge_signature").startswith(
+        "tokenizer:unicode|stemmer:porter|sentences:lines|version:"
+    )
     for name, value in scores.items():
         scorer = RougeScorer([name], use_stemmer=True)
-        values = [scorer.score(target=r, prediction=h)[name].fmeasure for h, r in zip(hypotheses, references, strict=True)]
+        values = [
+            scorer.score(target=r, prediction=h)[name].fmeasure
+            for h, r in zip(hypotheses, references, strict=True)
+        ]
         assert value == pytest.approx(100 * sum(values) / len(values), rel=1e-12)
     assert len(scores) == 4 and scores["rougeLsum"] != scores["rougeL"]
 
@@ -53,17 +75,30 @@ def test_rouge_is_rouge_scores(seed):
 def test_exact_match_and_f1_by_hand():
     references = ["The Eiffel Tower", "in 1923", "a cat", "the", "yes"]
     hypotheses = ["eiffel  tower!", "in the year 1923.", "dog", "", ""]
-    assert text_metrics.exact_match(hypotheses, references) == {"exact_match": pytest.approx(40)}  # the first, the fourth
-    # in year 1923 / in 1923: two words in common, precision 2/3, recall 1; "the" has no word, as the empty answer
+    assert text_metrics.exact_match(hypotheses, references) == {
+        "exact_match": pytest.approx(40)
+    }  # the first, the fourth
+    # in year 1923 / in 1923: two words in common, precision 2/3, recall 1; "the" has no word, as
+    # the empty answer
     expected = (1 + 2 * (2 / 3) / (5 / 3) + 0 + 1 + 0) / 5
-    assert text_metrics.token_f1(hypotheses, references) == {"token_f1": pytest.approx(100 * expected)}
-    assert text_metrics.token_f1(["x x y"], ["x y y"]) == {"token_f1": pytest.approx(200 / 3)}  # a word counts as often
+    assert text_metrics.token_f1(hypotheses, references) == {
+        "token_f1": pytest.approx(100 * expected)
+    }
+    assert text_metrics.token_f1(["x x y"], ["x y y"]) == {
+        "token_f1": pytest.approx(200 / 3)
+    }  # a word counts as often
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equal_texts_score_100_and_none_are_refused(name):
-    function, same = getattr(text_metrics, name), ["one two three four five six", "seven eight nine ten eleven"]
-    assert all(isinstance(value, str) or value == pytest.approx(100) for value in function(same, same).values())
+    function, same = (
+        getattr(text_metrics, name),
+        ["one two three four five six", "seven eight nine ten eleven"],
+    )
+    assert all(
+        isinstance(value, str) or value == pytest.approx(100)
+        for value in function(same, same).values()
+    )
     for hypotheses in ([], same[:1]):
         with pytest.raises(ConfigError, match="expected as many of both"):
             function(hypotheses, [] if not hypotheses else same)

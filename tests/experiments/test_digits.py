@@ -1,4 +1,5 @@
-"""Captions and retrieval of rows of digits: their data, their losses by hand, a mesh's batch, and runs that are stopped."""
+"""Captions and retrieval of rows of digits: their data, their losses by hand, a mesh's batch, and
+runs that are stopped."""
 
 import contextlib
 from dataclasses import replace
@@ -39,32 +40,49 @@ def test_a_row_is_three_digits_of_its_split_and_their_names():
     digits, dataset = Digits().open(None), CAPTIONS.open(None)
     for split, of in ((dataset.train, digits.train), (dataset.validation, digits.validation)):
         found = take_rows(of, np.arange(len(of)))
-        known = {image.tobytes(): label for image, label in zip(found["images"], found["labels"], strict=True)}
+        known = {
+            image.tobytes(): label
+            for image, label in zip(found["images"], found["labels"], strict=True)
+        }
         for i in (0, 1, 57, 99):
             row, (image, caption) = split[i], split.row(i)
-            labels = [known[np.ascontiguousarray(image[:, 8 * d : 8 * d + 8]).tobytes()] for d in range(3)]
+            labels = [
+                known[np.ascontiguousarray(image[:, 8 * d : 8 * d + 8]).tobytes()] for d in range(3)
+            ]
             assert caption == " ".join(caption_digits.WORDS[label] for label in labels)
             real = row["weights"] == 1
             assert dataset.tokenizer.decode(row["tokens"][real][1:]) == caption
             assert dataset.tokenizer.decode(row["labels"][real][:-1]) == caption
-            assert row["tokens"][0] == row["labels"][real][-1] == dataset.tokenizer.end_of_text < dataset.vocab_size
+            assert (
+                row["tokens"][0]
+                == row["labels"][real][-1]
+                == dataset.tokenizer.end_of_text
+                < dataset.vocab_size
+            )
             assert row["tokens"].shape == (caption_digits.LENGTH,)
             np.testing.assert_array_equal(row["source"], split[i]["source"])
     captions = {dataset.validation.row(i)[1] for i in range(100)}
     assert len(captions) == 100  # distinct
     assert len({dataset.train.row(i)[1] for i in range(1000)}) == 1000
     first = dataset.validation.questions[0]
-    assert first.reference == dataset.validation.row(0)[1] and first.prompt == [dataset.tokenizer.end_of_text]
+    assert first.reference == dataset.validation.row(0)[1] and first.prompt == [
+        dataset.tokenizer.end_of_text
+    ]
     other = replace(CAPTIONS, seed=5).open(None)
     assert other.digest != dataset.digest == CAPTIONS.open(None).digest
 
 
 @pytest.mark.thorough
 def test_digits_of_a_row_move_by_themselves():
-    image, key = jnp.asarray(take_rows(CAPTIONS.open(None).train, np.arange(3))["source"]), jax.random.key(0)
+    image, key = (
+        jnp.asarray(take_rows(CAPTIONS.open(None).train, np.arange(3))["source"]),
+        jax.random.key(0),
+    )
     still = caption_digits.with_moved_digits(Move(0.0, 0.0), key, image)
     np.testing.assert_allclose(still, image, atol=1e-6)
-    one = jnp.zeros_like(image).at[:, :, 8:16].set(1)  # what leaves the middle digit does not enter its neighbours
+    one = (
+        jnp.zeros_like(image).at[:, :, 8:16].set(1)
+    )  # what leaves the middle digit does not enter its neighbours
     found = np.asarray(caption_digits.with_moved_digits(Move(10.0, 3.0), key, one))
     assert found[:, :, :8].max() == found[:, :, 16:].max() == 0
     assert (found[:, :, 8:16].min(axis=(1, 2, 3)) < 0.5).all() and (found[0] != found[1]).any()
@@ -75,12 +93,23 @@ def test_a_caption_is_scored_as_it_is_and_trained_on_moved_digits():
     experiment = caption_digits.experiment
     assert experiment.objective.evaluation() == TokenCrossEntropy()
     small = dict(num_layers=1, unroll=1, dropout_rate=0.0)
-    model = EncoderDecoder(replace(caption_digits.encoder, **small), replace(caption_digits.decoder, **small), False)
+    model = EncoderDecoder(
+        replace(caption_digits.encoder, **small), replace(caption_digits.decoder, **small), False
+    )
     parameters = models.init(model, jax.random.key(0))
-    batch = {name: jnp.asarray(rows) for name, rows in take_rows(CAPTIONS.open(None).train, np.arange(4)).items()}
-    loss = jax.jit(lambda objective, key: objective(model, parameters, batch, StepContext(key)).loss, static_argnums=0)
+    batch = {
+        name: jnp.asarray(rows)
+        for name, rows in take_rows(CAPTIONS.open(None).train, np.arange(4)).items()
+    }
+    loss = jax.jit(
+        lambda objective, key: objective(model, parameters, batch, StepContext(key)).loss,
+        static_argnums=0,
+    )
     plain, moved = TokenCrossEntropy(), experiment.objective
-    first, second, third = (loss(objective, jax.random.key(1)) for objective in (plain, moved, MovedDigits(Move(0.0, 0.0))))
+    first, second, third = (
+        loss(objective, jax.random.key(1))
+        for objective in (plain, moved, MovedDigits(Move(0.0, 0.0)))
+    )
     np.testing.assert_allclose(third, first, rtol=1e-5)  # float32 sums in another order
     assert second != first and second != loss(moved, jax.random.key(2))
 
@@ -90,7 +119,11 @@ def small_towers():
     small = dict(num_layers=1, d_model=16, num_heads=2, unroll=1)
     model = retrieve_digits.TwoTowers(replace(model.image, **small), replace(model.text, **small))
     batch = take_rows(retrieve_digits.PairsOfDigits(examples=100).open(None).train, np.arange(16))
-    return model, models.init(model, jax.random.key(0)), {name: jnp.asarray(rows) for name, rows in batch.items()}
+    return (
+        model,
+        models.init(model, jax.random.key(0)),
+        {name: jnp.asarray(rows) for name, rows in batch.items()},
+    )
 
 
 @pytest.mark.thorough
@@ -119,30 +152,43 @@ def test_the_contrastive_loss_is_the_papers_in_float64():
 def test_the_contrastive_loss_is_over_the_batch_of_all_devices():
     model, parameters, batch = small_towers()
     objective = retrieve_digits.Contrastive(move=None)
-    loss = jax.jit(jax.value_and_grad(lambda p, b, key: objective(model, p, b, StepContext(key)).loss))
+    loss = jax.jit(
+        jax.value_and_grad(lambda p, b, key: objective(model, p, b, StepContext(key)).loss)
+    )
     expected, gradient = loss(parameters, batch, jax.random.key(0))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     put = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
-        found, on_mesh = loss(put(parameters, jax.P()), put(batch, jax.P("data")), put(jax.random.key(0), jax.P()))
+        found, on_mesh = loss(
+            put(parameters, jax.P()), put(batch, jax.P("data")), put(jax.random.key(0), jax.P())
+        )
     np.testing.assert_allclose(found, expected, rtol=1e-5)  # float32 sums in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), on_mesh, gradient)
     # two halves of the batch have fewer wrong answers: another loss
-    halves = [loss(parameters, {name: rows[part] for name, rows in batch.items()}, jax.random.key(0))[0] for part in
-              (slice(8), slice(8, None))]  # fmt: skip
+    halves = [
+        loss(parameters, {name: rows[part] for name, rows in batch.items()}, jax.random.key(0))[0]
+        for part in (slice(8), slice(8, None))
+    ]
     assert abs(sum(halves) - expected) > 1
 
 
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
-        ({"accumulation": 2}, True), ({"mesh": Mesh(data=2, backend="pmap")}, True), ({"mesh": Mesh(backend="pmap")}, True),
-        ({"mesh": Mesh(data=1, backend="pmap")}, False), ({"mesh": Mesh(data=2)}, False),
+        ({"accumulation": 2}, True),
+        ({"mesh": Mesh(data=2, backend="pmap")}, True),
+        ({"mesh": Mesh(backend="pmap")}, True),
+        ({"mesh": Mesh(data=1, backend="pmap")}, False),
+        ({"mesh": Mesh(data=2)}, False),
     ],
-)  # fmt: skip
+)
 def test_parts_of_a_batch_are_refused_where_its_rows_are_compared(changes, refused):
     changed = replace(retrieve_digits.experiment, **changes)
-    with pytest.raises(ConfigError, match="compares all rows") if refused else contextlib.nullcontext():
+    with (
+        pytest.raises(ConfigError, match="compares all rows")
+        if refused
+        else contextlib.nullcontext()
+    ):
         build(changed)
     build(replace(changed, objective=TokenCrossEntropy()))
 
@@ -165,20 +211,34 @@ def test_examples_that_cannot_be_made_are_one_line():
 
 
 def test_the_recipe_of_nanogpt_keeps_its_rate_in_the_gpu_size():
-    assert shakespeare_char_gpu.experiment.optimizer == replace(shakespeare_char.experiment.optimizer, learning_rate=1e-3)
+    assert shakespeare_char_gpu.experiment.optimizer == replace(
+        shakespeare_char.experiment.optimizer, learning_rate=1e-3
+    )
 
 
 def outcome(folder):
     """(every trained number, the record) of the only run in a folder, as bytes and text."""
     (path,) = folder.glob("*-*")
     run = jaxformer.open_run(path)
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(run.params)], run.folder.metrics.read_text()
+    return [
+        np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(run.params)
+    ], run.folder.metrics.read_text()
 
 
 @pytest.mark.slow
-def test_a_run_with_images_as_the_source_is_stopped_and_resumed_to_the_same_bits(tmp_path, monkeypatch, capsys):
-    small = "--steps=12 --batch-size=4 --eval-every=6 --log-every=1 --checkpoints.every=4 --schedule.warmup=2"
-    options = [*small.split(), "--data.examples=64", "--data.validation-examples=6", *(f"--model.{one}" for one in TINY)]
+def test_a_run_with_images_as_the_source_is_stopped_and_resumed_to_the_same_bits(
+    tmp_path, monkeypatch, capsys
+):
+    small = (
+        "--steps=12 --batch-size=4 --eval-every=6 --log-every=1 --checkpoints.every=4 "
+        "--schedule.warmup=2"
+    )
+    options = [
+        *small.split(),
+        "--data.examples=64",
+        "--data.validation-examples=6",
+        *(f"--model.{one}" for one in TINY),
+    ]
     command = lambda folder: ["train", "caption_digits", "--runs", str(tmp_path / folder), *options]
     assert cli.main(command("undisturbed")) == 0
 
@@ -196,7 +256,9 @@ def test_a_run_with_images_as_the_source_is_stopped_and_resumed_to_the_same_bits
         inner.setattr(Reporter, "later", stop)
         cli.main(command("stopped"))
     assert cli.main(command("stopped")) == 0
-    assert "resuming after step 10" in capsys.readouterr().out  # saved half-way between two checkpoints
+    assert (
+        "resuming after step 10" in capsys.readouterr().out
+    )  # saved half-way between two checkpoints
     assert outcome(tmp_path / "undisturbed") == outcome(tmp_path / "stopped")
     (path,) = (tmp_path / "stopped").glob("*-*")
     assert 0 <= jaxformer.open_run(path).evaluate()["exact_match"] <= 100
@@ -218,9 +280,22 @@ def test_vit_imagenet_starts_on_a_folder(tmp_path, capsys):
             (tmp_path / part / name).mkdir(parents=True)
             for i in range(4):
                 noise = rng.integers(0, 256, (40, 60, 3), np.uint8)
-                Image.fromarray(noise).save(tmp_path / part / name / f"{i}.{('png', 'jpeg')[i % 2]}")
-    words = ["train", "vit_imagenet", "--runs", str(tmp_path / "runs"), f"--data.train={tmp_path}/train"]
-    words += [f"--data.validation={tmp_path}/val", "--steps=2", "--batch-size=4", "--schedule.warmup=1"]
+                Image.fromarray(noise).save(
+                    tmp_path / part / name / f"{i}.{('png', 'jpeg')[i % 2]}"
+                )
+    words = [
+        "train",
+        "vit_imagenet",
+        "--runs",
+        str(tmp_path / "runs"),
+        f"--data.train={tmp_path}/train",
+    ]
+    words += [
+        f"--data.validation={tmp_path}/val",
+        "--steps=2",
+        "--batch-size=4",
+        "--schedule.warmup=1",
+    ]
     words += ["--model.num-layers=1", "--model.d-model=24", "--model.num-heads=2", "--log-every=1"]
     assert cli.main(words) == 0
     assert "8 and 8 images of 224 x 224" in capsys.readouterr().out

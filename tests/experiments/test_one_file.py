@@ -1,4 +1,5 @@
-"""The whole GPT of one file is the library's: logits, loss, gradients and initial values for the same parameters."""
+"""The whole GPT of one file is the library's: logits, loss, gradients and initial values for the
+same parameters."""
 
 from functools import partial
 from pathlib import Path
@@ -18,23 +19,35 @@ SIZES = [one_file.GPT(19, 3, 12, 2, 9), one_file.GPT(7, 1, 8, 4, 5)]
 
 def library_model(config: one_file.GPT) -> ModelConfig:
     return ModelConfig(
-        config.vocab_size, config.num_layers, config.d_model, config.num_heads, context_length=config.context_length
+        config.vocab_size,
+        config.num_layers,
+        config.d_model,
+        config.num_heads,
+        context_length=config.context_length,
     )
 
 
 def draw(config: one_file.GPT, seed: int):
     """(parameters that are nowhere 0 or 1, tokens, labels)."""
     generator = np.random.default_rng(seed)
-    weights = jax.tree.map(lambda leaf: generator.normal(0, 0.3, leaf.shape).astype(np.float32), one_file.spec(config))
+    weights = jax.tree.map(
+        lambda leaf: generator.normal(0, 0.3, leaf.shape).astype(np.float32), one_file.spec(config)
+    )
     shape = (2, config.context_length)
-    return weights, generator.integers(0, config.vocab_size, shape), generator.integers(0, config.vocab_size, shape)
+    return (
+        weights,
+        generator.integers(0, config.vocab_size, shape),
+        generator.integers(0, config.vocab_size, shape),
+    )
 
 
 @pytest.mark.parametrize("config", SIZES)
 def test_the_parameters_are_the_librarys(config):
     """By name, shape and axes, and with the same initial values from the same key."""
     ours, theirs = one_file.spec(config), models.spec(library_model(config))
-    facts = lambda tree: {path: (leaf.shape, leaf.contracts) for path, leaf in params.paths(tree).items()}
+    facts = lambda tree: {
+        path: (leaf.shape, leaf.contracts) for path, leaf in params.paths(tree).items()
+    }
     assert facts(ours) == facts(theirs)
     key = jax.random.key(3)
     jax.tree.map(np.testing.assert_array_equal, params.init(ours, key), params.init(theirs, key))
@@ -45,17 +58,27 @@ def test_logits_loss_and_gradients_are_the_librarys(config):
     weights, tokens, labels = draw(config, 0)
     model = library_model(config)
     ours, theirs = jax.jit(partial(one_file.forward, config)), jax.jit(partial(models.apply, model))
-    np.testing.assert_allclose(ours(weights, tokens), theirs(weights, tokens).logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        ours(weights, tokens), theirs(weights, tokens).logits, rtol=1e-5, atol=1e-5
+    )
 
     def library_loss(weights):
-        batch = {"tokens": jnp.asarray(tokens), "labels": jnp.asarray(labels), "weights": jnp.ones(labels.shape)}
+        batch = {
+            "tokens": jnp.asarray(tokens),
+            "labels": jnp.asarray(labels),
+            "weights": jnp.ones(labels.shape),
+        }
         sums = TokenCrossEntropy()(model, weights, batch, jax.random.key(0), np.dtype(np.float32))
         return sums.loss / sums.weight
 
-    value, gradients = jax.jit(jax.value_and_grad(partial(one_file.loss, config)))(weights, tokens, labels)
+    value, gradients = jax.jit(jax.value_and_grad(partial(one_file.loss, config)))(
+        weights, tokens, labels
+    )
     expected, expected_gradients = jax.jit(jax.value_and_grad(library_loss))(weights)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradients, expected_gradients)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradients, expected_gradients
+    )
 
 
 def test_it_learns_and_writes():
@@ -83,7 +106,11 @@ def test_the_file_is_short_and_stands_alone():
     assert text.count("\n") <= 250
     lines = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
     ours = [line for line in lines if "jaxformer" in line]
-    allowed = ("from jaxformer import masks, ops, params", "from jaxformer.ops", "from jaxformer.params")
+    allowed = (
+        "from jaxformer import masks, ops, params",
+        "from jaxformer.ops",
+        "from jaxformer.params",
+    )
     assert all(line.startswith(allowed) for line in ours)
     others = {line.split()[1].split(".")[0] for line in lines} - {"jaxformer"}
     assert others == {"os", "dataclasses", "functools", "pathlib", "jax", "numpy", "optax"}

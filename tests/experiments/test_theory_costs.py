@@ -1,4 +1,5 @@
-"""The table of costs by the FLOPs of programs, and the transfer of learning rates between widths, small."""
+"""The table of costs by the FLOPs of programs, and the transfer of learning rates between widths,
+small."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ def test_flops_grow_as_the_table_says(name):
 
 @pytest.mark.thorough
 def test_rows_compute_what_they_say():
-    """Of the layers that the library does not have: a state that reads the past, and neighbours alone."""
+    """Of the layers that the library does not have: a state that reads the past, and neighbours
+    alone."""
     keys = complexity.random.split(complexity.random.key(0), 3)
     heads = [complexity.random.normal(key, (1, 32, complexity.N, complexity.H)) for key in keys]
     later = [x.at[:, 20:].set(0) for x in heads]
@@ -25,7 +27,9 @@ def test_rows_compute_what_they_say():
         changed = np.any(np.asarray(function(*heads) != function(*later)), axis=(0, 2, 3))
         assert not changed[:20].any() and changed[20:].all()
         one = [x.at[:, 10].set(0) for x in heads]
-        moved = np.flatnonzero(np.any(np.asarray(function(*heads) != function(*one)), axis=(0, 2, 3)))
+        moved = np.flatnonzero(
+            np.any(np.asarray(function(*heads) != function(*one)), axis=(0, 2, 3))
+        )
         assert moved[0] == 10 and moved[-1] - 10 >= reach
         assert name == "recurrent" or moved[-1] - 10 == reach
 

@@ -1,4 +1,5 @@
-"""A checkpoint called with the arguments of transformers' `forward`, with the defaults of its class that change numbers."""
+"""A checkpoint called with the arguments of transformers' `forward`, with the defaults of its class
+that change numbers."""
 
 from typing import Any
 
@@ -21,7 +22,8 @@ def apply(checkpoint: Checkpoint, **arguments: Any) -> models.Output:
 
 
 def translate(checkpoint: Checkpoint, **arguments: Any) -> tuple[jax.Array, dict[str, Any]]:
-    """Their arguments as tokens (or images) and options of `models.apply`. The choices of a question become rows."""
+    """Their arguments as tokens (or images) and options of `models.apply`. The choices of a
+    question become rows."""
     given = {name: np.asarray(value) for name, value in arguments.items()}
     if "multiple_choice" in heads(checkpoint):
         given = {name: array.reshape(-1, *array.shape[2:]) for name, array in given.items()}
@@ -46,15 +48,22 @@ def heads(checkpoint: Checkpoint) -> set[str]:
 def call_pair(given: dict[str, np.ndarray]) -> tuple[np.ndarray, dict]:
     source, target = given.pop("input_ids"), given.pop("decoder_input_ids")
     return target, dict(
-        source=source, source_segment_ids=given.pop("attention_mask", None), source_positions=slots(source),
-        segment_ids=given.pop("decoder_attention_mask", None), positions=slots(target),
-    )  # fmt: skip
+        source=source,
+        source_segment_ids=given.pop("attention_mask", None),
+        source_positions=slots(source),
+        segment_ids=given.pop("decoder_attention_mask", None),
+        positions=slots(target),
+    )
 
 
-def call_text(checkpoint: Checkpoint, config: ModelConfig, given: dict[str, np.ndarray]) -> tuple[np.ndarray, dict]:
+def call_text(
+    checkpoint: Checkpoint, config: ModelConfig, given: dict[str, np.ndarray]
+) -> tuple[np.ndarray, dict]:
     tokens = given.pop("input_ids")
     if "position_ids" in given:  # which begin at the offset of the table
-        positions = np.atleast_2d(given.pop("position_ids")) - getattr(config.positions, "offset", 0)
+        positions = np.atleast_2d(given.pop("position_ids")) - getattr(
+            config.positions, "offset", 0
+        )
     elif checkpoint.model_type in ("roberta", "longformer"):
         is_token = tokens != checkpoint.tokens.pad
         positions = np.where(is_token, is_token.cumsum(axis=1) - 1, -1)
@@ -62,7 +71,9 @@ def call_text(checkpoint: Checkpoint, config: ModelConfig, given: dict[str, np.n
         positions = slots(tokens)
     token_types = given.pop("token_type_ids", None)
     options = dict(segment_ids=given.pop("attention_mask", None), positions=positions)
-    options |= dict(token_types=token_types if getattr(config.embedding, "token_types", 0) else None)
+    options |= dict(
+        token_types=token_types if getattr(config.embedding, "token_types", 0) else None
+    )
     if checkpoint.model_type == "longformer":
         flags = given.pop("global_attention_mask", None)
         flags = global_tokens(checkpoint, tokens) if flags is None else flags > 0
@@ -76,7 +87,8 @@ def slots(tokens: np.ndarray) -> np.ndarray:
 
 
 def global_tokens(checkpoint: Checkpoint, tokens: np.ndarray) -> np.ndarray | None:
-    """The default global tokens: a question (what is before the first separator), a choice (what is after the second)."""
+    """The default global tokens: a question (what is before the first separator), a choice (what is
+    after the second)."""
     first, places = (tokens == checkpoint.tokens.sep).argmax(axis=1)[:, None], slots(tokens)
     if "span" in heads(checkpoint):
         return places < first

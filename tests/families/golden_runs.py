@@ -1,4 +1,5 @@
-"""The golden models of tests/golden, run by us: what they were called with, in our words, and what they answered."""
+"""The golden models of tests/golden, run by us: what they were called with, in our words, and what
+they answered."""
 
 import shutil
 from collections.abc import Callable
@@ -24,19 +25,35 @@ HEADS = {
 
 def call(config, kept: dict[str, np.ndarray], dtype) -> tuple:
     """(tokens or images, options of `models.apply`)."""
-    given = {name.removeprefix("inputs/"): jnp.asarray(x) for name, x in kept.items() if name.startswith("inputs/")}
+    given = {
+        name.removeprefix("inputs/"): jnp.asarray(x)
+        for name, x in kept.items()
+        if name.startswith("inputs/")
+    }
     if "pixel_values" in given:
         return (given["pixel_values"].transpose(0, 2, 3, 1).astype(dtype),), {}
     mask = given.get("attention_mask")
     if "decoder_input_ids" in given:
         options = {"source": given["input_ids"], "source_segment_ids": mask}
-        return (given["decoder_input_ids"],), options | {"segment_ids": given.get("decoder_attention_mask")}
-    options = {"segment_ids": mask, "token_types": given.get("token_type_ids"), "positions": given.get("position_ids")}
+        return (given["decoder_input_ids"],), options | {
+            "segment_ids": given.get("decoder_attention_mask")
+        }
+    options = {
+        "segment_ids": mask,
+        "token_types": given.get("token_type_ids"),
+        "positions": given.get("position_ids"),
+    }
     if "global_attention_mask" in given:
-        options["inputs"] = {"global_tokens": kept["inputs/global_attention_mask"] > 0}  # not traced
+        options["inputs"] = {
+            "global_tokens": kept["inputs/global_attention_mask"] > 0
+        }  # not traced
     if "rotations" in kept:
-        options["constants"] = jnp.broadcast_to(kept["rotations"][None], (config.num_layers, *kept["rotations"].shape))
-    return (given["input_ids"],), {name: value for name, value in options.items() if value is not None}
+        options["constants"] = jnp.broadcast_to(
+            kept["rotations"][None], (config.num_layers, *kept["rotations"].shape)
+        )
+    return (given["input_ids"],), {
+        name: value for name, value in options.items() if value is not None
+    }
 
 
 def answers(config, params, kept: dict[str, np.ndarray], dtype=jnp.float32, **changed) -> dict:
@@ -49,7 +66,10 @@ def answers(config, params, kept: dict[str, np.ndarray], dtype=jnp.float32, **ch
         if f"outputs/{theirs}" in kept:
             found[theirs] = output.logits if ours is None else output.heads[ours]
     if "start_logits" in found:
-        found["start_logits"], found["end_logits"] = found["start_logits"][..., 0], found["end_logits"][..., 1]
+        found["start_logits"], found["end_logits"] = (
+            found["start_logits"][..., 0],
+            found["end_logits"][..., 1],
+        )
     return {name: value for name, value in found.items() if f"outputs/{name}" in kept}
 
 
@@ -57,7 +77,9 @@ def loss(config, params, kept: dict[str, np.ndarray], dtype=jnp.float32):
     """(their loss, our outputs under their names)."""
     found = answers(config, params, kept, dtype)
     weights = {name: kept[f"loss/{name}"] for name in found if f"loss/{name}" in kept}
-    return sum(jnp.sum(weight.astype(found[name].dtype) * found[name]) for name, weight in weights.items()), found
+    return sum(
+        jnp.sum(weight.astype(found[name].dtype) * found[name]) for name, weight in weights.items()
+    ), found
 
 
 def real(kept: dict[str, np.ndarray], name: str) -> np.ndarray:
@@ -75,7 +97,9 @@ def misses(found: dict, kept: dict[str, np.ndarray]) -> dict[str, float]:
     """How far each output lies from theirs where it counts; infinitely far if it is NaN."""
     far = {}
     for name, value in found.items():
-        difference = np.where(real(kept, name), np.abs(np.asarray(value) - kept[f"outputs/{name}"]), 0)
+        difference = np.where(
+            real(kept, name), np.abs(np.asarray(value) - kept[f"outputs/{name}"]), 0
+        )
         far[name] = float(np.nan_to_num(difference, nan=np.inf).max())
     return far
 
@@ -88,15 +112,23 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 
 def write(folder: Path, config: dict, arrays: dict[str, np.ndarray]) -> Path:
     """A checkpoint of these tensors."""
-    entries = [(name, array.shape, array.dtype, lambda array=array: array) for name, array in arrays.items()]
+    entries = [
+        (name, array.shape, array.dtype, lambda array=array: array)
+        for name, array in arrays.items()
+    ]
     safetensors.save_checkpoint(folder, config, entries)
     return folder
 
 
-def altered(folder: Path, name: str, change: Callable[[dict], dict] | None = None, **config) -> Path:
-    """The golden checkpoint `name` with other tensors and settings; a setting of `...` is left out."""
+def altered(
+    folder: Path, name: str, change: Callable[[dict], dict] | None = None, **config
+) -> Path:
+    """The golden checkpoint `name` with other tensors and settings; a setting of `...` is left
+    out."""
     arrays = tensors(golden.folder(name))
-    settings = {key: value for key, value in (golden.config(name) | config).items() if value is not ...}
+    settings = {
+        key: value for key, value in (golden.config(name) | config).items() if value is not ...
+    }
     return write(folder / f"{name}-altered", settings, arrays if change is None else change(arrays))
 
 

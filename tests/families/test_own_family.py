@@ -12,21 +12,30 @@ from jaxformer.errors import ConfigError
 from jaxformer.families import Checkpoint, Family, Rule, rules
 from jaxformer.models import ModelConfig
 
-TINY = ModelConfig(vocab_size=13, num_layers=2, d_model=8, num_heads=2, context_length=6, use_bias=False)
+TINY = ModelConfig(
+    vocab_size=13, num_layers=2, d_model=8, num_heads=2, context_length=6, use_bias=False
+)
 
 
 def read(settings, names):
     return ModelConfig(
-        vocab_size=settings["words"], num_layers=settings["depth"], d_model=settings["width"], num_heads=settings["heads"],
-        context_length=settings["length"], use_bias=False,
-    )  # fmt: skip
+        vocab_size=settings["words"],
+        num_layers=settings["depth"],
+        d_model=settings["width"],
+        num_heads=settings["heads"],
+        context_length=settings["length"],
+        use_bias=False,
+    )
 
 
 def write(config):
     return {
-        "words": config.vocab_size, "depth": config.num_layers, "width": config.d_model, "heads": config.num_heads,
+        "words": config.vocab_size,
+        "depth": config.num_layers,
+        "width": config.d_model,
+        "heads": config.num_heads,
         "length": config.context_length,
-    }  # fmt: skip
+    }
 
 
 def their_names(config):
@@ -35,7 +44,9 @@ def their_names(config):
         *rules("embedding/", "table.", {"tokens": "words", "positions": "places"}),
         *rules("layers/attention/", layer, {"query": "q", "key": "k", "value": "v", "out": "o"}),
         *rules("layers/feedforward/", layer, {"up": "up", "down": "down"}),
-        *rules("layers/", layer, {"attention_norm": "first_norm", "feedforward_norm": "second_norm"}),
+        *rules(
+            "layers/", layer, {"attention_norm": "first_norm", "feedforward_norm": "second_norm"}
+        ),
         Rule("final_norm", "last_norm"),
     ]
 

@@ -1,4 +1,5 @@
-"""The report of the faults: each test says what it did to how many runs, and what became of them."""
+"""The report of the faults: each test says what it did to how many runs, and what became of
+them."""
 
 import contextlib
 import datetime
@@ -20,14 +21,28 @@ _failed: list[str] = []
 
 @pytest.fixture
 def report(record_property):
-    """`report(row, fault, trials=, detected=, recovered=, lost=0, note="")`: a line of the table in the issue and the book.
+    """`report(row, fault, trials=, detected=, recovered=, lost=0, note="")`: a line of the table in
+    the issue and the book.
 
-    `detected`: the run or the library said what happened, or it made no difference. `recovered`: the run went on, or the next
-    start did, to the same end. `lost`: something that was done or written is gone, and nobody can have it back.
+    `detected`: the run or the library said what happened, or it made no difference. `recovered`:
+    the run went on, or the next start did, to the same end. `lost`: something that was done or
+    written is gone, and nobody can have it back.
     """
 
-    def add(row: int, fault: str, *, trials: int, detected: int, recovered: int, lost: int = 0, note: str = "") -> None:
-        record_property("fault", dict(zip(COLUMNS, (row, fault, trials, detected, recovered, lost, note), strict=True)))
+    def add(
+        row: int,
+        fault: str,
+        *,
+        trials: int,
+        detected: int,
+        recovered: int,
+        lost: int = 0,
+        note: str = "",
+    ) -> None:
+        record_property(
+            "fault",
+            dict(zip(COLUMNS, (row, fault, trials, detected, recovered, lost, note), strict=True)),
+        )
 
     return add
 
@@ -42,14 +57,26 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     if not _rows or hasattr(session.config, "workerinput"):
         return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
     versions = f"Python {platform.python_version()}, jax {version('jax')}, {platform.machine()}"
     head = f"{datetime.date.today()}, commit {commit}, {versions}"
-    lines = [f"# Faults, injected\n\n{head}\n", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines = [
+        f"# Faults, injected\n\n{head}\n",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---" * len(COLUMNS) + "|",
+    ]
     for row in sorted(_rows, key=lambda row: (row["row"], row["fault"])):
         lines.append(f"| {' | '.join(str(row[name]) for name in COLUMNS)} |")
-    total = {name: sum(row[name] for row in _rows) for name in ("trials", "detected", "recovered", "lost")}
-    lines.append(f"\n{', '.join(f'{name} {count}' for name, count in total.items())}; tests that failed: {len(_failed)}")
+    total = {
+        name: sum(row[name] for row in _rows)
+        for name in ("trials", "detected", "recovered", "lost")
+    }
+    lines.append(
+        f"\n{', '.join(f'{name} {count}' for name, count in total.items())}; tests that "
+        f"failed: {len(_failed)}"
+    )
     lines += [f"- {name}" for name in _failed]
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text("\n".join(lines) + "\n")
@@ -66,9 +93,13 @@ def failing_calls(tmp_path_factory):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs a C compiler and Linux")
-    library = Path("/tmp") / f"failing-calls-{os.getpid()}.so"  # LD_PRELOAD knows no path with spaces
+    library = (
+        Path("/tmp") / f"failing-calls-{os.getpid()}.so"
+    )  # LD_PRELOAD knows no path with spaces
     source = Path(__file__).with_name("failing_calls.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
+    )
     yield library
     library.unlink()
 

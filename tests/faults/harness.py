@@ -1,4 +1,5 @@
-"""Real training processes: disturbed, started again by the same command, and compared with one that nobody disturbed."""
+"""Real training processes: disturbed, started again by the same command, and compared with one that
+nobody disturbed."""
 
 import json
 import os
@@ -27,7 +28,11 @@ class Process:
         inherited = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
         with output.open("w") as file:
             self.process = subprocess.Popen(
-                command, cwd=folder, env=os.environ | inherited | environment, stdout=file, stderr=subprocess.STDOUT
+                command,
+                cwd=folder,
+                env=os.environ | inherited | environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
 
     def __enter__(self) -> "Process":
@@ -46,7 +51,9 @@ class Process:
         """Until the process has said `text` so many times. It must not end before."""
         end = time.monotonic() + limit
         while self.said().count(text) < times:
-            assert self.running and time.monotonic() < end, f"{text!r} never came:\n{self.said()[-3000:]}"
+            assert self.running and time.monotonic() < end, (
+                f"{text!r} never came:\n{self.said()[-3000:]}"
+            )
             time.sleep(0.005)
 
     def send(self, signum: signal.Signals) -> None:
@@ -76,17 +83,31 @@ class Ending:
 
 
 class Training:
-    """A folder with an experiment file, and the processes that train it there; `options` are those of the command line."""
+    """A folder with an experiment file, and the processes that train it there; `options` are those
+    of the command line."""
 
-    def __init__(self, folder: Path, *options: str, experiment: str = EXPERIMENT, **environment: str):
+    def __init__(
+        self, folder: Path, *options: str, experiment: str = EXPERIMENT, **environment: str
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.options, self.environment, self.count = furnish(folder, experiment), options, environment, 0
+        self.folder, self.options, self.environment, self.count = (
+            furnish(folder, experiment),
+            options,
+            environment,
+            0,
+        )
 
     def start(self, *more: str, **environment: str) -> Process:
         """The command that a user types, in a new process."""
         self.count += 1
         command = [sys.executable, "-m", "jaxformer", "train", "tiny", *self.options, *more]
-        return Process(command, self.folder, self.folder / f"output-{self.count}", **self.environment, **environment)
+        return Process(
+            command,
+            self.folder,
+            self.folder / f"output-{self.count}",
+            **self.environment,
+            **environment,
+        )
 
     def finish(self, *more: str, code: int = 0, **environment: str) -> str:
         """What a process says that ends by itself with this exit code."""
@@ -114,7 +135,11 @@ class Training:
         step = self.steps()[-1]
         leaves = checkpoint_reader.read_manifest(epath.Path(self.checkpoints / str(step)))["leaves"]
         lines = (self.run / "metrics.jsonl").read_text().splitlines()
-        return Ending(step, {name: leaf["fingerprint"] for name, leaf in leaves.items()}, [json.loads(line) for line in lines])
+        return Ending(
+            step,
+            {name: leaf["fingerprint"] for name, leaf in leaves.items()},
+            [json.loads(line) for line in lines],
+        )
 
 
 def assert_same(found: Ending, expected: Ending) -> None:
@@ -132,6 +157,8 @@ def resumed_after(output: str) -> int:
 
 def last_step(output: str) -> int:
     """How many steps a process said that it had done, under --log-every=1."""
-    lines = [line.split()[1] for line in output.splitlines() if line.startswith("step ") and "/" in line]
+    lines = [
+        line.split()[1] for line in output.splitlines() if line.startswith("step ") and "/" in line
+    ]
     done = [int(line.split("/")[0]) for line in lines if line.split("/")[0].isdecimal()]
     return max(done, default=0)

@@ -1,7 +1,9 @@
-"""Trials of errors that pass, many in one process: `python -m tests.faults.passing WHOLE TRIALS`, under failing_calls.c.
+"""Trials of errors that pass, many in one process: `python -m tests.faults.passing WHOLE TRIALS`,
+under failing_calls.c.
 
-WHOLE is a folder with a finished run of `tests.tiny`, in which nobody disturbed anything. A trial takes a copy of it, lets
-one command meet the errors, and then trains with the same options and without errors. A JSON line says what became of it.
+WHOLE is a folder with a finished run of `tests.tiny`, in which nobody disturbed anything. A trial
+takes a copy of it, lets one command meet the errors, and then trains with the same options and
+without errors. A JSON line says what became of it.
 """
 
 import contextlib
@@ -45,7 +47,11 @@ class Trial:
 
 def run_of(folder: Path) -> Path:
     """The only run below a folder."""
-    (found,) = (path for path in (folder / "runs").iterdir() if path.name.startswith("tiny-") and path.is_dir())
+    (found,) = (
+        path
+        for path in (folder / "runs").iterdir()
+        if path.name.startswith("tiny-") and path.is_dir()
+    )
     return found
 
 
@@ -56,7 +62,11 @@ def ending(run: Path) -> tuple[int, dict[str, str], list[dict]]:
     step = checkpoint.steps(run / "checkpoints")[-1]
     leaves = checkpoint_reader.read_manifest(epath.Path(run / "checkpoints" / str(step)))["leaves"]
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return step, {name: leaf["fingerprint"] for name, leaf in leaves.items()}, [json.loads(line) for line in lines]
+    return (
+        step,
+        {name: leaf["fingerprint"] for name, leaf in leaves.items()},
+        [json.loads(line) for line in lines],
+    )
 
 
 def prepare(whole: Path, folder: Path, state: str) -> None:
@@ -108,15 +118,27 @@ def attempt(trial: Trial, whole: Path, folder: Path) -> dict:
     hits = len(log.read_text().splitlines()) if log.exists() else 0
     healthy, then = command(["train", "tiny", "--runs", "runs"], {})
     is_same = healthy == 0 and ending(run_of(folder)) == ending(run_of(whole))
-    left = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.name.endswith((".unfinished", "-tmp"))]
+    left = [
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.name.endswith((".unfinished", "-tmp"))
+    ]
     return asdict(trial) | {
-        "code": code, "said": said[-1500:], "hits": hits, "renamed": names, "healthy": healthy, "then": then[-1500:],
-        "same": is_same, "left": left, "seconds": round(seconds, 1),
-    }  # fmt: skip
+        "code": code,
+        "said": said[-1500:],
+        "hits": hits,
+        "renamed": names,
+        "healthy": healthy,
+        "then": then[-1500:],
+        "same": is_same,
+        "left": left,
+        "seconds": round(seconds, 1),
+    }
 
 
 def main(whole: str, trials: str) -> None:
-    """Trains the run in WHOLE if it is not there, and makes the trials; QUICK=1 in the environment shortens the waits."""
+    """Trains the run in WHOLE if it is not there, and makes the trials; QUICK=1 in the environment
+    shortens the waits."""
     from jaxformer.config import storage
 
     if os.environ.get("QUICK"):

@@ -1,4 +1,5 @@
-"""Rows 6 and 7: what changed between two starts of a run: its options, its file, its data, its tokenizer."""
+"""Rows 6 and 7: what changed between two starts of a run: its options, its file, its data, its
+tokenizer."""
 
 import json
 import shutil
@@ -25,7 +26,8 @@ def stopped(folder, *options, experiment=EXPERIMENT):
 
 @pytest.mark.fault
 def test_options_that_changed(tmp_path, report):
-    """What decides numbers names another run, which says what differs; what does not changes in the same run."""
+    """What decides numbers names another run, which says what differs; what does not changes in the
+    same run."""
     training = stopped(tmp_path / "work")
     (first,) = runs(training)
     # logging, intervals, the folder of the runs: the same run, which says what changed
@@ -35,20 +37,29 @@ def test_options_that_changed(tmp_path, report):
     shutil.copytree(training.folder / "runs", training.folder / "moved")
     assert "this run is finished" in training.finish("--runs=moved")
     # numbers, and the length of the schedule: another run
-    for option, field in (("--optimizer.learning-rate=2e-3", "optimizer.learning_rate"), ("--steps=3", "steps")):
+    for option, field in (
+        ("--optimizer.learning-rate=2e-3", "optimizer.learning_rate"),
+        ("--steps=3", "steps"),
+    ):
         before = runs(training)
         said = training.finish(option)
         assert len(runs(training)) == len(before) + 1
         assert f"a new run: runs/{first} differs in {field}" in said
     # shapes: the parameters that do not fit are named, with both shapes
     said = training.finish("--model.d-model=32", f"--initial=runs/{first}", "--name=wide", code=2)
-    assert "params/" in said and "float32[256,16]" in said and "float32[256,32]" in said and "Traceback" not in said
+    assert (
+        "params/" in said
+        and "float32[256,16]" in said
+        and "float32[256,32]" in said
+        and "Traceback" not in said
+    )
     report(6, "options changed", trials=5, detected=5, recovered=5)
 
 
 @pytest.mark.fault
 def test_an_experiment_file_that_changed(tmp_path, report):
-    """A comment changes nothing; a number is another run, and the first one opens as it was, by its copy of the file."""
+    """A comment changes nothing; a number is another run, and the first one opens as it was, by its
+    copy of the file."""
     training = stopped(tmp_path / "work")
     (first,) = runs(training)
     file = training.folder / "experiments" / "tiny.py"
@@ -73,7 +84,8 @@ DAMAGE = {
 
 @pytest.mark.fault
 def test_data_that_changed(tmp_path, report):
-    """Refused by digest before anything is written; restored, the same command ends as if nothing had been."""
+    """Refused by digest before anything is written; restored, the same command ends as if nothing
+    had been."""
     training = Training(tmp_path / "undisturbed", *OPTIONS)
     training.finish()
     expected = training.ending()
@@ -83,7 +95,10 @@ def test_data_that_changed(tmp_path, report):
     for damage in DAMAGE.values():
         text.write_text(damage(TEXT))
         said = training.finish(code=2)
-        assert "the data changed since this run began (digest" in said and f"--initial=runs/{training.run.name}" in said
+        assert (
+            "the data changed since this run began (digest" in said
+            and f"--initial=runs/{training.run.name}" in said
+        )
         assert "Traceback" not in said and all(
             path.read_bytes() == data for path, data in before.items() if "metrics" not in path.name
         )
@@ -95,14 +110,26 @@ def test_data_that_changed(tmp_path, report):
     text.touch()
     assert "resuming after step 2" in training.finish()
     assert_same(training.ending(), expected)
-    report(7, "data changed", trials=len(DAMAGE), detected=len(DAMAGE), recovered=len(DAMAGE), note="on purpose: --initial=RUN")
+    report(
+        7,
+        "data changed",
+        trials=len(DAMAGE),
+        detected=len(DAMAGE),
+        recovered=len(DAMAGE),
+        note="on purpose: --initial=RUN",
+    )
 
 
 @pytest.mark.fault
 def test_a_tokenizer_that_changed(tmp_path, report):
-    data = 'Corpus(path="text.txt", tokenizer="tokenizer.json", validation_fraction=0.1, cache="cache")'
+    data = (
+        'Corpus(path="text.txt", tokenizer="tokenizer.json", validation_fraction=0.1, '
+        'cache="cache")'
+    )
     experiment = EXPERIMENT.replace('Text(path="text.txt")', data)
-    experiment = experiment.replace("from jaxformer.data.sources import Text", "from jaxformer.data.corpus import Corpus")
+    experiment = experiment.replace(
+        "from jaxformer.data.sources import Text", "from jaxformer.data.corpus import Corpus"
+    )
     work, state = tmp_path / "work", {"type": "bytes"}
     work.mkdir()
     (work / "tokenizer.json").write_text(json.dumps(state))

@@ -1,4 +1,5 @@
-"""Row 3: each file of the newest checkpoint damaged in each way. Found or harmless; the end is that of an undisturbed run."""
+"""Row 3: each file of the newest checkpoint damaged in each way. Found or harmless; the end is that
+of an undisturbed run."""
 
 import json
 import os
@@ -14,7 +15,13 @@ import tensorstore
 from jaxformer.runs import checkpoint
 from jaxformer.runs.checkpoint import Manager
 from tests.faults.harness import Training, assert_same, resumed_after
-from tests.runs.test_checkpoint import abstract, assert_same as assert_same_state, collected, make, reads_damage
+from tests.runs.test_checkpoint import (
+    abstract,
+    assert_same as assert_same_state,
+    collected,
+    make,
+    reads_damage,
+)
 
 collected = collected  # a fixture that `reads_damage` uses
 
@@ -36,7 +43,9 @@ TWIN = "replaced by that of another step"
 
 
 def files(step: Path) -> list[Path]:
-    return sorted(path.relative_to(step) for path in step.rglob("*") if path.is_file() and path.stat().st_size)
+    return sorted(
+        path.relative_to(step) for path in step.rglob("*") if path.is_file() and path.stat().st_size
+    )
 
 
 def swap(one: Path, other: Path) -> None:
@@ -48,7 +57,8 @@ def swap(one: Path, other: Path) -> None:
 
 
 def twin_of(name: Path, newest: Path, older: Path) -> Path | None:
-    """The file of another step that has this one's part: data files have random names, so the next of the same folder."""
+    """The file of another step that has this one's part: data files have random names, so the next
+    of the same folder."""
     if (older / name).is_file():
         return older / name
     beside = [path for path in files(older) if path.parent == name.parent]
@@ -106,14 +116,27 @@ def test_every_file_of_the_newest_checkpoint(way, two_steps, tmp_path, report):
             trial(copy, count)
     assert count.found >= 3 and count.trials == count.found + count.harmless
     words = f"{count.found} found, {count.harmless} harmless; in one process"
-    report(3, f"checkpoint file: {way}", trials=count.trials, detected=count.trials, recovered=count.trials, note=words)
+    report(
+        3,
+        f"checkpoint file: {way}",
+        trials=count.trials,
+        detected=count.trials,
+        recovered=count.trials,
+        note=words,
+    )
 
 
 def test_pieces_larger_than_their_array(two_steps, tmp_path, report):
     """Tensorstore would allocate a whole piece, and abort the process where it cannot."""
     shutil.copytree(two_steps, folder := tmp_path / "c")
-    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/2/state/"}}).result()
-    key = next(key for key in store.list().result() if key.endswith(b".zarray") and json.loads(store[key])["shape"])
+    store = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/2/state/"}}
+    ).result()
+    key = next(
+        key
+        for key in store.list().result()
+        if key.endswith(b".zarray") and json.loads(store[key])["shape"]
+    )
     array = json.loads(store[key])
     store[key] = json.dumps(array | {"chunks": [1 << 40 for _ in array["shape"]]}).encode()
     count = Count()
@@ -123,13 +146,19 @@ def test_pieces_larger_than_their_array(two_steps, tmp_path, report):
 
 
 STOP, STEPS = 45, 60
-OPTIONS = (f"--steps={STEPS}", "--eval-every=60", "--checkpoints.every=15", "--checkpoints.keep-latest=9")
+OPTIONS = (
+    f"--steps={STEPS}",
+    "--eval-every=60",
+    "--checkpoints.every=15",
+    "--checkpoints.keep-latest=9",
+)
 OPTIONS += ("--log-every=1", "--model.dropout-rate=0.1")
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """(the ending of a run that nobody disturbed, its folder as a kill after the save of step 45 leaves it)."""
+    """(the ending of a run that nobody disturbed, its folder as a kill after the save of step 45
+    leaves it)."""
     training = Training(tmp_path_factory.mktemp("finished"), *OPTIONS)
     training.finish()
     ending = training.ending()
@@ -148,10 +177,15 @@ def copy_of(training: Training, folder: Path) -> Training:
 @pytest.mark.fault
 @pytest.mark.parametrize("way", ["one bit flipped", "truncated", "deleted", "swapped"])
 def test_the_same_command_after_damage(way, finished, tmp_path, report):
-    """Real processes. Every file of array data of the newest step; its metadata; or its largest file and that of step 30."""
+    """Real processes. Every file of array data of the newest step; its metadata; or its largest
+    file and that of step 30."""
     undisturbed, stopped = finished
     training = copy_of(stopped, tmp_path)
-    newest, older, rng = training.checkpoints / str(STOP), training.checkpoints / "30", random.Random(0)
+    newest, older, rng = (
+        training.checkpoints / str(STOP),
+        training.checkpoints / "30",
+        random.Random(0),
+    )
     largest = max(files(newest), key=lambda name: (newest / name).stat().st_size)
     if way == "swapped":
         twin = twin_of(largest, newest, older)
@@ -167,16 +201,25 @@ def test_the_same_command_after_damage(way, finished, tmp_path, report):
     after = resumed_after(said)
     bad = [step for step in (STOP, 30) if step > after]
     assert after and all(
-        f"step {step} is damaged: " in said and (training.checkpoints / f"{step}.corrupt").is_dir() for step in bad
+        f"step {step} is damaged: " in said and (training.checkpoints / f"{step}.corrupt").is_dir()
+        for step in bad
     )
     assert bad and "Traceback" not in said
     assert_same(training.ending(), undisturbed)
-    report(3, f"the command after: {way}", trials=1, detected=1, recovered=1, note=f"went on after step {after} of {STOP}")
+    report(
+        3,
+        f"the command after: {way}",
+        trials=1,
+        detected=1,
+        recovered=1,
+        note=f"went on after step {after} of {STOP}",
+    )
 
 
 @pytest.mark.fault
 def test_all_checkpoints_damaged_is_refused(finished, tmp_path, report):
-    """Nothing starts over behind the user's back, and nothing is renamed; in an empty folder the run begins anew."""
+    """Nothing starts over behind the user's back, and nothing is renamed; in an empty folder the
+    run begins anew."""
     undisturbed, stopped = finished
     training = copy_of(stopped, tmp_path)
     for step in training.steps():
@@ -188,4 +231,11 @@ def test_all_checkpoints_damaged_is_refused(finished, tmp_path, report):
     shutil.rmtree(training.checkpoints)
     assert resumed_after(training.finish()) == 0
     assert_same(training.ending(), undisturbed)
-    report(3, "every checkpoint damaged", trials=2, detected=2, recovered=2, note="refused (2) until they are removed")
+    report(
+        3,
+        "every checkpoint damaged",
+        trials=2,
+        detected=2,
+        recovered=2,
+        note="refused (2) until they are removed",
+    )

@@ -1,4 +1,5 @@
-"""Row 12: a run that goes on on other devices, in another precision; and what does not depend on devices at all."""
+"""Row 12: a run that goes on on other devices, in another precision; and what does not depend on
+devices at all."""
 
 import json
 import signal
@@ -10,7 +11,13 @@ import pytest
 
 from tests.faults.harness import ROOT, Training, resumed_after
 
-OPTIONS = ("--log-every=1", "--eval-every=24", "--checkpoints.every=8", "--model.dropout-rate=0.1", "--batch-size=8")
+OPTIONS = (
+    "--log-every=1",
+    "--eval-every=24",
+    "--checkpoints.every=8",
+    "--model.dropout-rate=0.1",
+    "--batch-size=8",
+)
 
 
 def losses(training):
@@ -30,7 +37,9 @@ def stopped(folder, devices, *mesh):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    training = Training(tmp_path_factory.mktemp("alone"), *OPTIONS, "--steps=400", JAX_NUM_CPU_DEVICES="1")
+    training = Training(
+        tmp_path_factory.mktemp("alone"), *OPTIONS, "--steps=400", JAX_NUM_CPU_DEVICES="1"
+    )
     with training.start() as process:
         process.wait_for("step  60/400")
         process.kill()
@@ -39,7 +48,10 @@ def alone(tmp_path_factory):
 
 CHANGES = {  # (devices, options) before and after
     "1 to 8": ((1, ()), (8, ("--mesh.data=-1",))),
-    "2x4 to 2x2": ((8, ("--mesh.data=2", "--mesh.fsdp=4")), (4, ("--mesh.data=1", "--mesh.tensor=2", "--mesh.fsdp=2"))),
+    "2x4 to 2x2": (
+        (8, ("--mesh.data=2", "--mesh.fsdp=4")),
+        (4, ("--mesh.data=1", "--mesh.tensor=2", "--mesh.fsdp=2")),
+    ),
     "8 to 1": ((8, ("--mesh.data=1", "--mesh.fsdp=8")), (1, ())),
 }
 
@@ -47,7 +59,8 @@ CHANGES = {  # (devices, options) before and after
 @pytest.mark.fault
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_goes_on_on_other_devices(name, alone, tmp_path, report):
-    """What is restored is checked by its fingerprints; the batches are the same, so the losses are, but for rounding."""
+    """What is restored is checked by its fingerprints; the batches are the same, so the losses are,
+    but for rounding."""
     before, after = CHANGES[name]
     training = stopped(tmp_path, before[0], *before[1])
     reached = training.steps()[-1]
@@ -61,7 +74,9 @@ def test_a_run_goes_on_on_other_devices(name, alone, tmp_path, report):
     assert len(steps) >= reached + 10
     worst = max(abs(found[step] / alone[step] - 1) for step in steps)
     assert worst < 2e-4  # float32 sums in another order, amplified over some steps of Adam
-    report(12, f"devices: {name}", trials=1, detected=1, recovered=1, note=f"losses within {worst:.1g}")
+    report(
+        12, f"devices: {name}", trials=1, detected=1, recovered=1, note=f"losses within {worst:.1g}"
+    )
 
 
 INITIAL = """
@@ -86,9 +101,16 @@ def test_first_parameters_are_equal_on_1_and_on_8_devices(tmp_path):
     prints = []
     for devices, options in ((1, ""), (8, '"--batch-size=8", "--mesh.data=2", "--mesh.fsdp=4"')):
         code = INITIAL.format(devices=devices, options=options)
-        environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(tmp_path),
+        }
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=training.folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=training.folder, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         prints.append(done.stdout.split())
     assert prints[0] == prints[1] and len(prints[0]) > 10
@@ -100,11 +122,23 @@ def test_another_precision_begins_with_the_same_parameters(tmp_path, report):
     training = Training(tmp_path, *OPTIONS, "--steps=24")
     training.finish()
     first, end = training.run, losses(training)
-    changed = ("--name=other", "--precision=bfloat16", f"--initial={first}", "--schedule=Constant()")
+    changed = (
+        "--name=other",
+        "--precision=bfloat16",
+        f"--initial={first}",
+        "--schedule=Constant()",
+    )
     training.finish(*changed, "--steps=12")
     (other,) = (tmp_path / "runs").glob("other-*")
     lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     start = next(line["loss"] for line in lines if "loss" in line)
     assert np.isfinite(start) and abs(start / end[23] - 1) < 0.1  # of another batch
     note = f"loss {end[23]:.3f}, then {start:.3f}"
-    report(12, "float32, then bfloat16 from its parameters", trials=1, detected=1, recovered=1, note=note)
+    report(
+        12,
+        "float32, then bfloat16 from its parameters",
+        trials=1,
+        detected=1,
+        recovered=1,
+        note=note,
+    )

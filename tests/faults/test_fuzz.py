@@ -1,4 +1,5 @@
-"""Row 15: every parser of ours, fed with damaged input by hypothesis: bytes that are changed, and JSON with changed fields."""
+"""Row 15: every parser of ours, fed with damaged input by hypothesis: bytes that are changed, and
+JSON with changed fields."""
 
 import contextlib
 import copy
@@ -12,19 +13,48 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from tests.faults.fuzz import TARGETS
 
-SOON, MEGABYTES = 30, 500  # seconds of an input under any load of the machine; what all inputs of a target may add
+SOON, MEGABYTES = (
+    30,
+    500,
+)  # seconds of an input under any load of the machine; what all inputs of a target may add
 ODD = [
-    b"", b"\0", b"\xff\xfe", b"[" * 5_000, b"(" * 2_000, b"~" * 2_000, b"9" * 5_000, b"1e999", b"NaN", b'"', b"{}", b"null",
-    b"\n", b"__import__('os')", b"../../../etc/passwd", b"/dev/zero", b"=", b"--", b",", b"& ",
-]  # fmt: skip
+    b"",
+    b"\0",
+    b"\xff\xfe",
+    b"[" * 5_000,
+    b"(" * 2_000,
+    b"~" * 2_000,
+    b"9" * 5_000,
+    b"1e999",
+    b"NaN",
+    b'"',
+    b"{}",
+    b"null",
+    b"\n",
+    b"__import__('os')",
+    b"../../../etc/passwd",
+    b"/dev/zero",
+    b"=",
+    b"--",
+    b",",
+    b"& ",
+]
 BYTES = st.binary(max_size=40) | st.sampled_from(ODD)
 JSON = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(), st.sampled_from([2**31, 2**63, 2**64, -1, 10**400, 0.5, 1e308]),
-        st.floats(), st.text(max_size=20), st.sampled_from(["../../etc/passwd", "/dev/zero", "\0", "a" * 5_000, "\ud800"]),
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.sampled_from([2**31, 2**63, 2**64, -1, 10**400, 0.5, 1e308]),
+        st.floats(),
+        st.text(max_size=20),
+        st.sampled_from(["../../etc/passwd", "/dev/zero", "\0", "a" * 5_000, "\ud800"]),
     ),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=8,
-)  # fmt: skip
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
 
 
 @contextlib.contextmanager
@@ -44,7 +74,13 @@ def ends_soon():
 def places(value, path=()):
     """The path of each value in a JSON value."""
     yield path
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, child in children:
         yield from places(child, (*path, name))
 
@@ -81,7 +117,11 @@ def changed_bytes(draw, seed):
     for _ in range(draw(st.integers(1, 4))):
         begin = draw(st.integers(0, len(data)))
         end = draw(st.integers(begin, min(len(data), begin + 12)))
-        middle = draw(st.one_of(BYTES, st.just(b""), st.just(data[begin:end] * 2), st.just(data[end : end + 20])))
+        middle = draw(
+            st.one_of(
+                BYTES, st.just(b""), st.just(data[begin:end] * 2), st.just(data[end : end + 20])
+            )
+        )
         data = data[:begin] + middle + data[end:]
     return data
 
@@ -91,9 +131,20 @@ def damaged(draw, name):
     seed = draw(st.sampled_from(TARGETS[name].seeds))
     if name == "safetensors":  # the header is JSON behind its length
         size = int.from_bytes(seed[:8], "little")
-        header = draw(st.one_of(changed_json(seed[8 : 8 + size]), changed_bytes(seed[8 : 8 + size])))
-        length = draw(st.one_of(st.just(len(header)), st.sampled_from([0, 1, 2**31, 2**40, 2**63, 2**64 - 1, len(header) + 1])))
-        return length.to_bytes(8, "little") + header + draw(st.sampled_from([seed[8 + size :], b"", bytes(31), bytes(64)]))
+        header = draw(
+            st.one_of(changed_json(seed[8 : 8 + size]), changed_bytes(seed[8 : 8 + size]))
+        )
+        length = draw(
+            st.one_of(
+                st.just(len(header)),
+                st.sampled_from([0, 1, 2**31, 2**40, 2**63, 2**64 - 1, len(header) + 1]),
+            )
+        )
+        return (
+            length.to_bytes(8, "little")
+            + header
+            + draw(st.sampled_from([seed[8 + size :], b"", bytes(31), bytes(64)]))
+        )
     lines = seed.splitlines()
     if lines[0].startswith(b"{") and draw(st.booleans()):
         with contextlib.suppress(ValueError):

@@ -1,4 +1,5 @@
-"""Row 15: what a stranger wrote. Nothing of it is executed, nothing is written outside of its folder, memory stays bounded."""
+"""Row 15: what a stranger wrote. Nothing of it is executed, nothing is written outside of its
+folder, memory stays bounded."""
 
 import hashlib
 import json
@@ -20,9 +21,11 @@ from tests.tiny import EXPERIMENT, furnish
 
 PAYLOAD = "\nfrom pathlib import Path\nPath({executed!r}).touch()\n"
 COMMANDS = {
-    "evaluate": ["evaluate"], "generate": ["generate", "--prompt=the "], "harness": ["harness", "--tasks=arc_easy"],
+    "evaluate": ["evaluate"],
+    "generate": ["generate", "--prompt=the "],
+    "harness": ["harness", "--tasks=arc_easy"],
     "inspect": ["inspect", "--prompt=the "],
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -113,7 +116,9 @@ def test_a_report_may_trust(hostile):
 def test_config_json_that_names_code_is_a_difference_and_no_code(field, run, tmp_path, monkeypatch):
     executed = tmp_path / "executed"
     for folder in (run, Path()):
-        (folder / "payload.py").write_text(PAYLOAD.format(executed=str(executed)) + "objective = lambda *a: 0\n")
+        (folder / "payload.py").write_text(
+            PAYLOAD.format(executed=str(executed)) + "objective = lambda *a: 0\n"
+        )
     described = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(described | {field: "payload:objective"}))
     monkeypatch.chdir(run)
@@ -127,12 +132,17 @@ def written(folder, experiment, text, **facts):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config.describe(experiment)))
     (folder / "experiment.py").write_text(text)
-    (folder / "source.json").write_text(json.dumps({"path": "x.py", "overrides": [], "imports": {}} | facts))
+    (folder / "source.json").write_text(
+        json.dumps({"path": "x.py", "overrides": [], "imports": {}} | facts)
+    )
     return folder
 
 
-def test_a_file_of_the_library_needs_no_trust_and_nothing_of_the_folder_runs(stranger, tmp_path, monkeypatch):
-    """Its path would be a place to import from, its options can call what the file offers, such as open_run."""
+def test_a_file_of_the_library_needs_no_trust_and_nothing_of_the_folder_runs(
+    stranger, tmp_path, monkeypatch
+):
+    """Its path would be a place to import from, its options can call what the file offers, such as
+    open_run."""
     executed, trap = tmp_path / "executed", tmp_path / "trap"
     (trap / "experiments").mkdir(parents=True)
     for name in ("bert_pretrain", "quickstart"):
@@ -140,10 +150,21 @@ def test_a_file_of_the_library_needs_no_trust_and_nothing_of_the_folder_runs(str
     name = "finetune_classifier"
     text, experiment = config.available()[name].read_text(), config.load(name)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    facts = {"path": str(trap / "experiments" / "x.py"), "imports": {"/dev/zero": "0", str(trap): "1"}}
-    assert open_run(written(tmp_path / "one", experiment, text, **facts)).experiment.name == experiment.name
+    facts = {
+        "path": str(trap / "experiments" / "x.py"),
+        "imports": {"/dev/zero": "0", str(trap): "1"},
+    }
+    assert (
+        open_run(written(tmp_path / "one", experiment, text, **facts)).experiment.name
+        == experiment.name
+    )
     assert str(trap) not in sys.path
-    other = written(tmp_path / "other", experiment, text, overrides=[f"--initial=open_run('{tmp_path / 'bad'}', trust=True)"])
+    other = written(
+        tmp_path / "other",
+        experiment,
+        text,
+        overrides=[f"--initial=open_run('{tmp_path / 'bad'}', trust=True)"],
+    )
     with pytest.raises(ConfigError, match="--trust"):
         open_run(other)
     assert not executed.exists()
@@ -167,7 +188,11 @@ def test_state_that_others_can_write_is_not_believed(run, tmp_path, monkeypatch,
     open_run(run, trust=True)
     (folder,) = state.glob("jaxformer/experiments")
     (digest,) = folder.iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700 and digest.stat().st_size == 0 and len(digest.name) == 64
+    assert (
+        folder.stat().st_mode & 0o777 == 0o700
+        and digest.stat().st_size == 0
+        and len(digest.name) == 64
+    )
     folder.chmod(0o777)
     assert "nobody else can write" in refused(capsys, "evaluate", str(run))
     folder.chmod(0o700)
@@ -190,7 +215,8 @@ HELPER = "\nfrom pathlib import Path\nPath({executed!r}).write_text('{word}')\nS
 
 @pytest.fixture
 def beside(stranger, tmp_path, monkeypatch):
-    """(a stranger's run whose file imports a module beside it; that module; the file that the module leaves when it runs)."""
+    """(a stranger's run whose file imports a module beside it; that module; the file that the
+    module leaves when it runs)."""
     executed, place = tmp_path / "executed", tmp_path / "theirs" / "experiments"
     furnish(tmp_path / "mine" if (tmp_path / "mine").mkdir() is None else tmp_path)
     monkeypatch.chdir(tmp_path / "mine")
@@ -198,7 +224,10 @@ def beside(stranger, tmp_path, monkeypatch):
     place.mkdir(parents=True)
     helper = place / "beside_a_run.py"
     helper.write_text(HELPER.format(executed=str(executed), word="first"))
-    facts = {"path": str(place / "tiny.py"), "imports": {str(helper): hashlib.sha256(helper.read_bytes()).hexdigest()}}
+    facts = {
+        "path": str(place / "tiny.py"),
+        "imports": {str(helper): hashlib.sha256(helper.read_bytes()).hexdigest()},
+    }
     text = EXPERIMENT.replace("steps=6", "steps=STEPS").replace(
         "from jaxformer.data", "from experiments.beside_a_run import STEPS\nfrom jaxformer.data", 1
     )
@@ -217,7 +246,9 @@ def test_a_module_beside_a_trusted_run_is_checked_before_it_runs(beside):
     for edited in (HELPER.format(executed=str(executed), word="second"), before + "#", ""):
         helper.write_text(edited)
         for trust in (False, True):
-            with pytest.raises(ConfigError, match=f"{helper} changed since this run began.*nothing was run"):
+            with pytest.raises(
+                ConfigError, match=f"{helper} changed since this run began.*nothing was run"
+            ):
                 open_run(folder, trust=trust)
         assert not executed.exists()
     helper.unlink()
@@ -242,7 +273,9 @@ def test_a_module_beside_a_run_of_this_user_may_change(beside, caplog):
 
 
 @pytest.mark.thorough
-def test_training_goes_on_where_trust_cannot_be_kept(trained, tmp_path, monkeypatch, caplog, capsys):
+def test_training_goes_on_where_trust_cannot_be_kept(
+    trained, tmp_path, monkeypatch, caplog, capsys
+):
     monkeypatch.chdir(furnish(tmp_path))
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
@@ -262,7 +295,8 @@ def test_programs_beside_a_run_are_not_loaded(run, tmp_path):
 
 @pytest.mark.thorough
 def test_links_in_a_run_lead_nowhere(run, tmp_path, capsys):
-    """A report, an evaluation, a page of an inspection: what is outside of the folder stays as it was."""
+    """A report, an evaluation, a page of an inspection: what is outside of the folder stays as it
+    was."""
     outside = tmp_path / "home"
     outside.mkdir()
     precious = outside / ".bashrc"
@@ -277,7 +311,18 @@ def test_links_in_a_run_lead_nowhere(run, tmp_path, capsys):
     assert cli.main(["report", str(run)]) == 0
     assert cli.main(["inspect", str(run), "--prompt=the ", f"--html={run}/page.html"]) == 0
     (run / "prompts.jsonl").write_text('{"prompt": "the "}\n')
-    assert cli.main(["generate", str(run), f"--prompts={run}/prompts.jsonl", f"--out={run}/out.jsonl", "--tokens=2"]) == 0
+    assert (
+        cli.main(
+            [
+                "generate",
+                str(run),
+                f"--prompts={run}/prompts.jsonl",
+                f"--out={run}/out.jsonl",
+                "--tokens=2",
+            ]
+        )
+        == 0
+    )
     shutil.rmtree(run / "figures")
     (run / "figures").symlink_to(outside)
     assert cli.main(["report", str(run)]) in (0, 2)
@@ -297,12 +342,19 @@ LIMIT = 16 << 30  # of addresses, of which XLA reserves some without using them
 
 
 def limited(*argv, seconds=200):
-    """(exit code, the last line on stderr, megabytes) of a command that may not take more than LIMIT, nor wait for ever."""
+    """(exit code, the last line on stderr, megabytes) of a command that may not take more than
+    LIMIT, nor wait for ever."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", LIMITED.format(bytes=LIMIT), *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds, env=environment, check=False
+    )
     assert done.returncode in (0, 2), done.stderr[-2000:]
-    return done.returncode, done.stderr.strip().splitlines()[-1], int(done.stdout.rpartition("took ")[2].split()[0])
+    return (
+        done.returncode,
+        done.stderr.strip().splitlines()[-1],
+        int(done.stdout.rpartition("took ")[2].split()[0]),
+    )
 
 
 def damage_by_pipe(path):
@@ -333,9 +385,13 @@ def test_a_small_file_without_an_end(file, damage, run, capsys):
 
 
 def test_weights_without_an_end(tmp_path):
-    """Of Hugging Face folders; what else their files may be is in tests/interop/test_safetensors.py."""
+    """Of Hugging Face folders; what else their files may be is in
+    tests/interop/test_safetensors.py."""
     (tmp_path / "config.json").write_text("{}")
-    for name, index in (("model.safetensors", {}), ("a.safetensors", {"weight_map": {"a": "a.safetensors"}})):
+    for name, index in (
+        ("model.safetensors", {}),
+        ("a.safetensors", {"weight_map": {"a": "a.safetensors"}}),
+    ):
         os.mkfifo(tmp_path / name)
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ConfigError, match=f"{name}: cannot be read: no regular file"):
@@ -348,8 +404,14 @@ def test_weights_without_an_end(tmp_path):
 def test_a_checkpoint_without_an_end(damage, run, tmp_path, report):
     """Every file of a checkpoint in turn: the command ends, with one line, in little memory."""
     (checkpoint,) = (run / "checkpoints").glob("[0-9]*")
-    files = {path.parent.name + path.suffix: path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file()}
-    files = sorted({*files.values(), *(path.relative_to(checkpoint) for path in checkpoint.rglob("_*"))})  # one of each kind
+    files = {
+        path.parent.name + path.suffix: path.relative_to(checkpoint)
+        for path in checkpoint.rglob("*")
+        if path.is_file()
+    }
+    files = sorted(
+        {*files.values(), *(path.relative_to(checkpoint) for path in checkpoint.rglob("_*"))}
+    )  # one of each kind
     most = 0
     for file in files:
         copy = Path(shutil.copytree(run, tmp_path / "copies" / str(file).replace("/", "-")))
@@ -362,5 +424,10 @@ def test_a_checkpoint_without_an_end(damage, run, tmp_path, report):
     assert most < 2_000  # 600 are JAX and its libraries
     note = f"at most {most} MB"
     report(
-        15, f"endless file of a checkpoint: {damage}", trials=len(files), detected=len(files), recovered=len(files), note=note
+        15,
+        f"endless file of a checkpoint: {damage}",
+        trials=len(files),
+        detected=len(files),
+        recovered=len(files),
+        note=note,
     )

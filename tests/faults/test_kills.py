@@ -11,9 +11,16 @@ from tests.faults.harness import Training, assert_same, last_step, resumed_after
 from tests.tiny import EXPERIMENT
 
 EVERY = 20
-OPTIONS = ("--steps=200", "--log-every=1", "--eval-every=50", f"--checkpoints.every={EVERY}", "--model.dropout-rate=0.1")
+OPTIONS = (
+    "--steps=200",
+    "--log-every=1",
+    "--eval-every=50",
+    f"--checkpoints.every={EVERY}",
+    "--model.dropout-rate=0.1",
+)
 
-# The experiment's file sends SIGKILL to its own process at a moment that cannot be hit from outside.
+# The experiment's file sends SIGKILL to its own process at a moment that cannot be hit from
+# outside.
 MORTAL = (
     EXPERIMENT
     + """
@@ -67,14 +74,20 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.thorough
-def test_a_signal_saves_at_the_current_step_and_nothing_is_done_again(signum, tmp_path, undisturbed, report):
+def test_a_signal_saves_at_the_current_step_and_nothing_is_done_again(
+    signum, tmp_path, undisturbed, report
+):
     training = Training(tmp_path / "a run", *OPTIONS)
     with training.start() as process:
         process.wait_for("step  30/200")
         process.send(signum)
         assert process.end() == 128 + signum
     done = last_step(process.said())
-    assert training.steps()[-1] == done and signum.name in process.said() and "Traceback" not in process.said()
+    assert (
+        training.steps()[-1] == done
+        and signum.name in process.said()
+        and "Traceback" not in process.said()
+    )
     output = training.finish()
     assert resumed_after(output) == done
     assert_same(training.ending(), undisturbed)
@@ -83,14 +96,17 @@ def test_a_signal_saves_at_the_current_step_and_nothing_is_done_again(signum, tm
 
 @pytest.mark.fault
 def test_sigkill_at_random_moments(tmp_path, undisturbed, report):
-    """Of a start, a compilation, a step, an evaluation, a save. Runs that reach their end are compared, and begun anew."""
+    """Of a start, a compilation, a step, an evaluation, a save. Runs that reach their end are
+    compared, and begun anew."""
     training, rng, kills, again, reached = Training(tmp_path, *OPTIONS), random.Random(0), 0, [], 0
     while kills < 20:
         with training.start() as process:
             lines = rng.randrange(1, 15) if rng.random() < 0.7 else 0
             while process.running and process.said().count("/200 loss") < lines:
                 time.sleep(0.005)
-            time.sleep(rng.uniform(0, 0.3 if lines else 8))  # while it trains; or while it starts and compiles
+            time.sleep(
+                rng.uniform(0, 0.3 if lines else 8)
+            )  # while it trains; or while it starts and compiles
             if ended := not process.running:
                 assert process.end() == 0, process.said()
             output = process.kill()
@@ -105,20 +121,38 @@ def test_sigkill_at_random_moments(tmp_path, undisturbed, report):
         reached = max(reached, last_step(output))
     training.finish()
     assert_same(training.ending(), undisturbed)
-    assert max(again, default=0) <= EVERY + 1  # the last line may be of a step more than had been fetched
-    report(1, "SIGKILL at random moments", trials=kills, detected=kills, recovered=kills, note=f"steps done again: {again}")
+    assert (
+        max(again, default=0) <= EVERY + 1
+    )  # the last line may be of a step more than had been fetched
+    report(
+        1,
+        "SIGKILL at random moments",
+        trials=kills,
+        detected=kills,
+        recovered=kills,
+        note=f"steps done again: {again}",
+    )
 
 
 ALWAYS = "finalisation, before the rename"  # one real kill is among the fast tests
 
 
-@pytest.mark.parametrize("moment", [pytest.param(name, marks=[pytest.mark.fault] * (name != ALWAYS)) for name in MOMENTS])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(name, marks=[pytest.mark.fault] * (name != ALWAYS)) for name in MOMENTS]
+)
 def test_sigkill_at_a_moment(moment, tmp_path, undisturbed, report):
     training = Training(tmp_path, *OPTIONS, experiment=MORTAL)
     training.finish(code=-signal.SIGKILL, DIE=MOMENTS[moment])
     output = training.finish()
     assert_same(training.ending(), undisturbed)
-    report(1, f"SIGKILL in {moment}", trials=1, detected=1, recovered=1, note=f"resumed after {resumed_after(output)}")
+    report(
+        1,
+        f"SIGKILL in {moment}",
+        trials=1,
+        detected=1,
+        recovered=1,
+        note=f"resumed after {resumed_after(output)}",
+    )
 
 
 @pytest.mark.fault

@@ -1,7 +1,8 @@
-"""Row 15: links in a run folder. Nothing outside of it is read into a page or an answer, and nothing there is changed.
+"""Row 15: links in a run folder. Nothing outside of it is read into a page or an answer, and
+nothing there is changed.
 
-Each file of ours in a run folder in turn is a link, a hard link, a pipe, a socket; folders are links. The run folder itself
-may be a link, as a user makes one to a larger disk.
+Each file of ours in a run folder in turn is a link, a hard link, a pipe, a socket; folders are
+links. The run folder itself may be a link, as a user makes one to a larger disk.
 """
 
 import contextlib
@@ -27,9 +28,16 @@ from jaxformer.tools.analysis import figures, report
 
 SECRET = "the secret of another user"
 FILES = (
-    "config.json", "experiment.py", "source.json", "environment.json", "metrics.jsonl", "goodput.json", "result.json",
-    "tokenizer.json", "samples/step-2.txt",
-)  # fmt: skip
+    "config.json",
+    "experiment.py",
+    "source.json",
+    "environment.json",
+    "metrics.jsonl",
+    "goodput.json",
+    "result.json",
+    "tokenizer.json",
+    "samples/step-2.txt",
+)
 
 
 def link(path, target):
@@ -50,7 +58,10 @@ def pipe(path, target):
 
 
 def plug(path, target):
-    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):  # a name of a socket is short
+    with (
+        socket.socket(socket.AF_UNIX) as server,
+        contextlib.chdir(path.parent),
+    ):  # a name of a socket is short
         server.bind(path.name)
 
 
@@ -109,13 +120,19 @@ def everything_that_reads(run):
     """What each part of the library makes of the files of a run, or why it refuses."""
     folder = RunFolder(epath.Path(run))
     calls = {
-        "description": folder.description, "scores": folder.last_scores, "code": lambda: open_run(run, trust=True),
-        "records": lambda: metrics.read_records(folder.metrics), "goodput": lambda: Goodput(folder.goodput, 0.0).earlier,
-        "tokenizer": lambda: getattr(open_run(run).tokenizer, "state", None), "initial": FromRun(str(run)).description,
-        "page": lambda: report.report([folder], [{}], folder.path / "figures"), "sample": lambda: report.last_sample(folder),
-        "trained on": lambda: report.trained_on(folder), "logger": lambda: metrics._wandb_id(folder.path, "x", []),
+        "description": folder.description,
+        "scores": folder.last_scores,
+        "code": lambda: open_run(run, trust=True),
+        "records": lambda: metrics.read_records(folder.metrics),
+        "goodput": lambda: Goodput(folder.goodput, 0.0).earlier,
+        "tokenizer": lambda: getattr(open_run(run).tokenizer, "state", None),
+        "initial": FromRun(str(run)).description,
+        "page": lambda: report.report([folder], [{}], folder.path / "figures"),
+        "sample": lambda: report.last_sample(folder),
+        "trained on": lambda: report.trained_on(folder),
+        "logger": lambda: metrics._wandb_id(folder.path, "x", []),
         "runs": lambda: [cli.runs._scores(each) for each in runs_of(None, run.parent)],
-    }  # fmt: skip
+    }
     found = {}
     for name, call in calls.items():
         try:
@@ -138,7 +155,9 @@ def test_no_file_of_a_run_is_read_from_elsewhere(file, kind, run, outside, monke
     assert looks(outside) == before
     if kind in ("link", "link_of_link"):
         told = [text for text in found.values() if text.startswith("refused")]
-        assert file in ("goodput.json", "result.json") or any(f"{file}: is a link" in text for text in told), found
+        assert file in ("goodput.json", "result.json") or any(
+            f"{file}: is a link" in text for text in told
+        ), found
 
 
 def test_no_sample_with_a_second_name_is_shown(run, outside, caplog):
@@ -161,12 +180,17 @@ def test_no_folder_of_a_run_is_a_link(inside, run, outside):
     except ConfigError as error:
         found["restored"] = str(error)
     assert all(SECRET not in text for text in found.values()), found
-    assert any(f"{inside}: is a link" in text for text in found.values()) and looks(outside) == before
+    assert (
+        any(f"{inside}: is a link" in text for text in found.values()) and looks(outside) == before
+    )
 
 
-@pytest.mark.parametrize("part", ["", "state", "_CHECKPOINT_METADATA", "state/manifest.ocdbt", "state/d"])
+@pytest.mark.parametrize(
+    "part", ["", "state", "_CHECKPOINT_METADATA", "state/manifest.ocdbt", "state/d"]
+)
 def test_no_part_of_a_checkpoint_is_a_link(part, run, outside):
-    """Also where what it leads to is a good checkpoint: the step keeps its name, and its owner copies the files."""
+    """Also where what it leads to is a good checkpoint: the step keeps its name, and its owner
+    copies the files."""
     (step,) = (run / "checkpoints").glob("[0-9]*")
     whole = step / part
     shutil.move(whole, outside / "part")
@@ -181,12 +205,16 @@ def test_a_run_folder_that_is_a_link_is_a_run_like_any_other(run, outside):
     """A user moves a run to a larger disk, or all of them."""
     shutil.move(run, outside / "moved")
     run.symlink_to(outside / "moved")
-    assert open_run(run).checkpoint[0] == 2 and [f.path.name for f in runs_of(None, "runs")] == [run.name]
+    assert open_run(run).checkpoint[0] == 2 and [f.path.name for f in runs_of(None, "runs")] == [
+        run.name
+    ]
     shutil.move("runs", outside / "runs")
     Path("runs").symlink_to(outside / "runs")
     run.unlink()
     run.symlink_to(outside / "moved")
-    assert open_run(run).checkpoint[0] == 2 and "step-2" in report.report([RunFolder(epath.Path(run))], [{}], epath.Path("x"))
+    assert open_run(run).checkpoint[0] == 2 and "step-2" in report.report(
+        [RunFolder(epath.Path(run))], [{}], epath.Path("x")
+    )
 
 
 # every write of ours into a run folder; each gets the folder
@@ -194,14 +222,16 @@ WRITES = {
     "config.json": lambda f: f.write(f.config, "ours"),
     "samples/step-2.txt": lambda f: f.write(f.samples / "step-2.txt", "ours"),
     "report.html": lambda f: report.write(f.path / "report.html", [f], [{}]),
-    "figures/loss.png": lambda f: figures.save(lambda: figures.losses({"a": []}), f.path / "figures" / "loss.png", f.path),
+    "figures/loss.png": lambda f: figures.save(
+        lambda: figures.losses({"a": []}), f.path / "figures" / "loss.png", f.path
+    ),
     "metrics.jsonl": lambda f: record_of(f).write(3, {"loss": 1.0}),
     "goodput.json": lambda f: Goodput(f.goodput, 0.0).save(),
     "tokenizer.json": lambda f: open_run(f.path).tokenizer.save(f.tokenizer),
     "checkpoints.lock": lambda f: lock.take(f.checkpoints, print).close(),
     "wandb_id.txt": lambda f: metrics._wandb_id(f.path, "x", []),
     "tensorboard": lambda f: metrics.open_loggers(["tensorboard"], f.path, "x", {}),
-}  # fmt: skip
+}
 
 
 def record_of(folder):
@@ -236,13 +266,18 @@ def test_no_write_goes_through_a_folder_that_is_a_link(name, run, outside, caplo
     assert (run / name.partition("/")[0]).is_symlink()
 
 
-@pytest.mark.parametrize("text", ["precious", "pid", "", "\0" * 40, "pid 1 on a since 2026-01-01 00:00:00"])
+@pytest.mark.parametrize(
+    "text", ["precious", "pid", "", "\0" * 40, "pid 1 on a since 2026-01-01 00:00:00"]
+)
 def test_a_lock_changes_no_text_but_its_own(text, tmp_path):
     """A full disk and a power failure leave a part of its text, or zeros."""
     file = tmp_path / "run.lock"
     file.write_text(text)
     if text == "precious":
-        with pytest.raises(ConfigError, match=r"run\.lock: is no lock of a run, it holds something else; move it away"):
+        with pytest.raises(
+            ConfigError,
+            match=r"run\.lock: is no lock of a run, it holds something else; move it away",
+        ):
             lock.take(epath.Path(tmp_path / "run"), print)
         assert file.read_text() == text
         return
@@ -251,7 +286,8 @@ def test_a_lock_changes_no_text_but_its_own(text, tmp_path):
 
 
 def test_what_a_lock_says_is_no_secret(tmp_path):
-    """A second trainer is told who holds the lock; the text of another file of that name is not told."""
+    """A second trainer is told who holds the lock; the text of another file of that name is not
+    told."""
     (tmp_path / "run.lock").write_text("")
     with lock.take(epath.Path(tmp_path / "run"), print):
         (tmp_path / "run.lock").write_text(SECRET)
@@ -268,15 +304,22 @@ def test_remains_of_a_save_that_are_links_are_removed_alone(run, outside):
     with checkpoint.Manager(run / "checkpoints"):
         pass
     assert looks(outside) == before
-    assert not list((run / "checkpoints").glob("*tmp")) and not (run / "checkpoints" / "deleted").is_symlink()
+    assert (
+        not list((run / "checkpoints").glob("*tmp"))
+        and not (run / "checkpoints" / "deleted").is_symlink()
+    )
 
 
 def test_a_copy_of_a_damaged_record_is_a_file_of_its_own(run, outside):
     (run / "metrics.jsonl").write_text("no record\n")
-    (run / "metrics.jsonl.damaged-1").symlink_to(outside / "new")  # it is not there: an ordinary write would make it
+    (run / "metrics.jsonl.damaged-1").symlink_to(
+        outside / "new"
+    )  # it is not there: an ordinary write would make it
     before = looks(outside)
     metrics.Record(run / "metrics.jsonl")
-    assert looks(outside) == before and (run / "metrics.jsonl.damaged-1").read_text() == "no record\n"
+    assert (
+        looks(outside) == before and (run / "metrics.jsonl.damaged-1").read_text() == "no record\n"
+    )
 
 
 def test_a_run_that_cannot_be_read_hides_no_other(run, outside, capsys):
@@ -287,7 +330,11 @@ def test_a_run_that_cannot_be_read_hides_no_other(run, outside, capsys):
     assert cli.main(["runs"]) == 0
     said = capsys.readouterr()
     lines = dict(line.split("  ", 1) for line in said.out.splitlines())
-    assert lines[str(run)].startswith("2/2 steps") and "metrics.jsonl: is a link" in lines[str(other)] and len(lines) == 2
+    assert (
+        lines[str(run)].startswith("2/2 steps")
+        and "metrics.jsonl: is a link" in lines[str(other)]
+        and len(lines) == 2
+    )
     assert SECRET not in said.out + said.err
 
 
@@ -301,7 +348,9 @@ def tree_of(place, names, ends):
         here = here / name
         real = place.parent / "elsewhere" / name
         if leads:
-            real.mkdir(parents=True, exist_ok=True) if name != names[-1] else real.parent.mkdir(parents=True, exist_ok=True)
+            real.mkdir(parents=True, exist_ok=True) if name != names[-1] else real.parent.mkdir(
+                parents=True, exist_ok=True
+            )
             if name == names[-1]:
                 real.write_text(SECRET)
             here.symlink_to(real)
@@ -365,4 +414,6 @@ def test_the_door_holds_where_a_name_changes_between_check_and_use(tmp_path, mon
     monkeypatch.setattr(no_links, "_check", swap_folder)
     with pytest.raises((OSError, ConfigError)):
         config.write_atomically(path, "ours", tmp_path / "root")
-    assert (tmp_path / "away" / "file").read_text() == SECRET and len(list((tmp_path / "away").iterdir())) == 1
+    assert (tmp_path / "away" / "file").read_text() == SECRET and len(
+        list((tmp_path / "away").iterdir())
+    ) == 1

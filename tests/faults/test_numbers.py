@@ -1,4 +1,5 @@
-"""Row 8: numbers that go bad in a real run: nothing is changed by them, they are counted, kept, replayed and named."""
+"""Row 8: numbers that go bad in a real run: nothing is changed by them, they are counted, kept,
+replayed and named."""
 
 import json
 import sys
@@ -16,12 +17,20 @@ import dataclasses
 import jax.numpy as jnp
 from jaxformer.training import Spikes, TokenCrossEntropy
 
+
 def objective(model, params, batch, context):
     sums = TokenCrossEntropy()(model, params, batch, context)
     return sums._replace(loss=sums.loss * jnp.where((batch["tokens"] == 1).any(), FACTOR, 1.0))
 
+
 experiment = dataclasses.replace(
-    experiment, objective=objective, steps=80, max_skipped=4, log_every=1, eval_every=80, spikes=Spikes(window=16)
+    experiment,
+    objective=objective,
+    steps=80,
+    max_skipped=4,
+    log_every=1,
+    eval_every=80,
+    spikes=Spikes(window=16),
 )
 """
 )
@@ -41,7 +50,8 @@ def skipped(training):
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    ("factor", "words"), [("jnp.nan", "loss nan"), ("jnp.inf", "loss inf"), ("30", "far above the steps before")]
+    ("factor", "words"),
+    [("jnp.nan", "loss nan"), ("jnp.inf", "loss inf"), ("30", "far above the steps before")],
 )
 def test_some_bad_steps_change_nothing_and_are_counted(factor, words, tmp_path, report):
     training = train(tmp_path, factor, SOME)
@@ -50,7 +60,9 @@ def test_some_bad_steps_change_nothing_and_are_counted(factor, words, tmp_path, 
     validation = json.loads((training.run / "result.json").read_text())["validation"]
     assert validation["loss"] < 5  # it learned from the others: 5.5 at the start
     count = said.count("changed nothing")
-    report(8, f"some steps have a loss times {factor}", trials=count, detected=count, recovered=count)
+    report(
+        8, f"some steps have a loss times {factor}", trials=count, detected=count, recovered=count
+    )
 
 
 @pytest.mark.fault
@@ -63,5 +75,16 @@ def test_steps_that_stay_bad_end_the_run_with_a_reproduction(tmp_path, report):
     with Process(command, tmp_path, tmp_path / "replay") as process:
         assert process.end() == 0, process.said()
     found = json.loads(process.said().splitlines()[-1])
-    assert found["step"] == 3 and found["loss"] == "NaN" and found["found"][0].startswith("gradient of")
-    report(8, "steps that stay bad", trials=1, detected=1, recovered=1, note="step, places and a replay")
+    assert (
+        found["step"] == 3
+        and found["loss"] == "NaN"
+        and found["found"][0].startswith("gradient of")
+    )
+    report(
+        8,
+        "steps that stay bad",
+        trials=1,
+        detected=1,
+        recovered=1,
+        note="step, places and a replay",
+    )

@@ -1,6 +1,8 @@
-"""Row 17: errors of the file system that pass. Nothing is renamed, nothing is lost, one line, and the next start goes on.
+"""Row 17: errors of the file system that pass. Nothing is renamed, nothing is lost, one line, and
+the next start goes on.
 
-The slow tests make calls of the C library fail in a real process (failing_calls.c), the fast ones those of Python.
+The slow tests make calls of the C library fail in a real process (failing_calls.c), the fast ones
+those of Python.
 """
 
 import builtins
@@ -33,7 +35,10 @@ from tests.faults.passing import Trial
 from tests.runs.test_checkpoint import abstract, assert_same, make
 from tests.tiny import furnish
 
-NUMBERS = "EIO ESTALE EMFILE ENFILE ETIMEDOUT ENOMEM EAGAIN ENXIO EREMOTEIO ECONNRESET ENOTCONN EHOSTDOWN EBADF EUCLEAN EPROTO"
+NUMBERS = (
+    "EIO ESTALE EMFILE ENFILE ETIMEDOUT ENOMEM EAGAIN ENXIO EREMOTEIO ECONNRESET ENOTCONN "
+    "EHOSTDOWN EBADF EUCLEAN EPROTO"
+)
 PASSING = [getattr(errno, name) for name in NUMBERS.split()]
 LIMIT = 60  # seconds that a command may take that meets such an error
 
@@ -53,9 +58,15 @@ def outcomes(trials: list[Trial], whole: Path, library: Path, name: str) -> list
     command = [sys.executable, "-m", "tests.faults.passing", str(whole), str(file)]
     more = {"LD_PRELOAD": str(library), "XDG_STATE_HOME": str(whole.parent / "state"), "QUICK": "1"}
     more["XDG_CACHE_HOME"] = str(whole.parent / "cache")
-    with Process(command, Path(__file__).parents[2], whole.parent / f"{name}.said", **more) as process:
+    with Process(
+        command, Path(__file__).parents[2], whole.parent / f"{name}.said", **more
+    ) as process:
         code = process.end(3600)
-        lines = [json.loads(line) for line in process.said().splitlines() if line.startswith('{"command"')]
+        lines = [
+            json.loads(line)
+            for line in process.said().splitlines()
+            if line.startswith('{"command"')
+        ]
         assert code == 0 and len(lines) == len(trials), process.said()[-3000:]
     return lines
 
@@ -81,7 +92,8 @@ def folder(two_steps, tmp_path, monkeypatch):
 
 
 def break_calls(patch, owner, name, number, match="", times=99):
-    """The first `times` calls of owner.name on paths with `match` fail. The list grows by one with each."""
+    """The first `times` calls of owner.name on paths with `match` fail. The list grows by one with
+    each."""
     real, failed = getattr(owner, name), []
 
     def call(*arguments, **options):
@@ -102,9 +114,16 @@ def names(folder: Path) -> list[str]:
 
 def status(number: int, file: Path) -> ValueError:
     """As tensorstore says it; orbax wraps it in errors that say less."""
-    word = {errno.ESTALE: "ABORTED", errno.EMFILE: "RESOURCE_EXHAUSTED", errno.ENOTCONN: "FAILED_PRECONDITION"}
+    word = {
+        errno.ESTALE: "ABORTED",
+        errno.EMFILE: "RESOURCE_EXHAUSTED",
+        errno.ENOTCONN: "FAILED_PRECONDITION",
+    }
     opened = f'Error reading local file "{file}": Failed to open: "{file}": {os.strerror(number)}'
-    return ValueError(f"{word.get(number, 'UNKNOWN')}: {opened} [os_error_code='{number}'] [source locations='a.cc:1']")
+    return ValueError(
+        f"{word.get(number, 'UNKNOWN')}: {opened} [os_error_code='{number}'] [source "
+        f"locations='a.cc:1']"
+    )
 
 
 def test_what_tensorstore_cannot_read_is_refused_by_its_number(folder, monkeypatch):
@@ -131,9 +150,16 @@ def test_what_tensorstore_cannot_read_is_refused_by_its_number(folder, monkeypat
 
 @pytest.mark.parametrize(
     ("owner", "name", "match"),
-    [("io", "open", "_CHECKPOINT_METADATA"), ("os", "listdir", "run"), ("os", "stat", "run/2"), ("os", "scandir", "run/2")],
+    [
+        ("io", "open", "_CHECKPOINT_METADATA"),
+        ("os", "listdir", "run"),
+        ("os", "stat", "run/2"),
+        ("os", "scandir", "run/2"),
+    ],
 )
-def test_no_older_step_is_taken_for_one_that_cannot_be_looked_at(owner, name, match, folder, monkeypatch):
+def test_no_older_step_is_taken_for_one_that_cannot_be_looked_at(
+    owner, name, match, folder, monkeypatch
+):
     """Where the trouble ends after two tries, nobody sees it."""
     owner = {"io": io, "os": os}[owner]
     with Manager(folder) as manager:
@@ -149,7 +175,8 @@ def test_no_older_step_is_taken_for_one_that_cannot_be_looked_at(owner, name, ma
 
 
 def test_where_no_step_is_good_none_is_renamed_and_a_whole_one_is_offered(folder):
-    """An earlier version of this library renamed steps that it could not open: the line says how to get them back."""
+    """An earlier version of this library renamed steps that it could not open: the line says how to
+    get them back."""
     (folder / "2").rename(folder / "2.corrupt")
     (folder / "1" / "_CHECKPOINT_METADATA").write_text("{}")
     with Manager(folder) as manager:
@@ -161,7 +188,9 @@ def test_where_no_step_is_good_none_is_renamed_and_a_whole_one_is_offered(folder
         assert manager.restore(abstract(make(1)))[0] == 2
         (folder / "2").rename(folder / "2.corrupt")
         (folder / "2.corrupt" / "_CHECKPOINT_METADATA").write_text("{}")
-        with pytest.raises(CheckpointError, match=r"all are kept; one that is renamed from STEP\.corrupt to STEP"):
+        with pytest.raises(
+            CheckpointError, match=r"all are kept; one that is renamed from STEP\.corrupt to STEP"
+        ):
             manager.restore(abstract(make(1)))
 
 
@@ -170,17 +199,23 @@ def test_a_last_save_is_written_again_and_one_in_mid_run_is_left_out(folder, mon
     with Manager(folder, log=log.append) as manager:
         for times, raised in ((2, None), (99, OSError)):
             with monkeypatch.context() as patch:
-                failed = break_calls(patch, checkpoint.orbax.CheckpointManager, "save", errno.EIO, times=times)
+                failed = break_calls(
+                    patch, checkpoint.orbax.CheckpointManager, "save", errno.EIO, times=times
+                )
                 if raised is None:
                     manager.save(3, make(3), wait=True)
                     assert len(failed) == 2 and manager.steps()[-1] == 3
                 else:
-                    with pytest.raises(OSError, match=r"step 4 was not saved.*goes on after step 3") as found:
+                    with pytest.raises(
+                        OSError, match=r"step 4 was not saved.*goes on after step 3"
+                    ) as found:
                         manager.save(4, make(4), wait=True)
                     assert storage.exit_code(found.value) == storage.TROUBLE and len(failed) == 4
                     manager.save(4, make(4))
                     manager.wait()
-        assert [line.partition(": ")[2][:6] for line in log] == ["step 3", "step 4"], log  # once for each step
+        assert [line.partition(": ")[2][:6] for line in log] == ["step 3", "step 4"], (
+            log
+        )  # once for each step
         manager.save(4, make(4), wait=True)
         assert_same(manager.restore(abstract(make(1)))[1], make(4))
 
@@ -196,7 +231,12 @@ def test_a_step_that_cannot_be_ranked_is_kept(folder, monkeypatch):
 
 def test_a_lock_that_cannot_be_taken_lets_no_second_trainer_in(folder, monkeypatch):
     folder = epath.Path(folder)
-    for number, is_refused in ((errno.EIO, True), (errno.EINTR, True), (errno.ENOLCK, False), (errno.EOPNOTSUPP, False)):
+    for number, is_refused in (
+        (errno.EIO, True),
+        (errno.EINTR, True),
+        (errno.ENOLCK, False),
+        (errno.EOPNOTSUPP, False),
+    ):
         log = []
         with monkeypatch.context() as patch:
             break_calls(patch, lock.fcntl, "flock", number)
@@ -241,7 +281,8 @@ def test_a_record_that_cannot_be_read_is_not_begun_anew(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_texts_is_never_read_in_part(tmp_path, monkeypatch):
-    """A glob leaves out a folder that it cannot open; the text would be another one, without a word."""
+    """A glob leaves out a folder that it cannot open; the text would be another one, without a
+    word."""
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -266,10 +307,16 @@ def test_the_newest_run_is_not_passed_over(tmp_path, monkeypatch, capsys):
             runs_of("tiny", tmp_path)
     with monkeypatch.context() as patch:
         break_calls(patch, os, "stat", errno.EIO, "new/metrics.jsonl")
-        patch.setattr(storage, "users_frame", lambda error: None)  # of this file, which is none of the library
+        patch.setattr(
+            storage, "users_frame", lambda error: None
+        )  # of this file, which is none of the library
         assert cli.main(["evaluate", "tiny", "--runs", str(tmp_path)]) == storage.TROUBLE
     said = capsys.readouterr().err
-    assert "Input/output error" in said and "the same command goes on" in said and len(said.strip().splitlines()) == 1
+    assert (
+        "Input/output error" in said
+        and "the same command goes on" in said
+        and len(said.strip().splitlines()) == 1
+    )
 
 
 def test_a_path_without_room_for_checkpoints_is_refused(tmp_path):
@@ -284,16 +331,39 @@ def test_a_path_without_room_for_checkpoints_is_refused(tmp_path):
 
 
 def of_whole_starts() -> list[Trial]:
-    """Each number, as long as the start lasts; then each call, at each place, with a number or two."""
-    trials = [Trial("train", "open_to_read", number, "/checkpoints/6/", "finished") for number in PASSING]
+    """Each number, as long as the start lasts; then each call, at each place, with a number or
+    two."""
+    trials = [
+        Trial("train", "open_to_read", number, "/checkpoints/6/", "finished") for number in PASSING
+    ]
     places = {
         "open_to_read": (
-            "/checkpoints/4/_CHECKPOINT_METADATA", "/checkpoints/4/state", "metrics.jsonl", "config.json", "goodput.json",
-            "source.json", "text.txt", "experiments/tiny.py",
+            "/checkpoints/4/_CHECKPOINT_METADATA",
+            "/checkpoints/4/state",
+            "metrics.jsonl",
+            "config.json",
+            "goodput.json",
+            "source.json",
+            "text.txt",
+            "experiments/tiny.py",
         ),
-        "open_to_write": ("/checkpoints", "metrics.jsonl", "checkpoints.lock", "config.json", "result.json", "samples"),
+        "open_to_write": (
+            "/checkpoints",
+            "metrics.jsonl",
+            "checkpoints.lock",
+            "config.json",
+            "result.json",
+            "samples",
+        ),
         "read": ("/checkpoints/4/", "metrics.jsonl", "config.json", "text.txt"),
-        "stat": ("/checkpoints", "metrics.jsonl", "config.json", "goodput.json", "text.txt", "/state/"),
+        "stat": (
+            "/checkpoints",
+            "metrics.jsonl",
+            "config.json",
+            "goodput.json",
+            "text.txt",
+            "/state/",
+        ),
         "listdir": ("/checkpoints", "/runs"),
         "flock": ("checkpoints.lock",),
         "write": ("/checkpoints", "metrics.jsonl", "result.json", "goodput.json"),
@@ -303,7 +373,7 @@ def of_whole_starts() -> list[Trial]:
         "unlink": ("/runs/",),
         "rmdir": ("/runs/",),
         "close": ("metrics.jsonl", "/checkpoints"),
-    }  # fmt: skip
+    }
     for call, paths in places.items():
         trials += [Trial("train", call, errno.EIO, path) for path in paths]
         trials += [Trial("train", call, errno.ESTALE, paths[0])]
@@ -311,14 +381,24 @@ def of_whole_starts() -> list[Trial]:
 
 
 def of_single_calls() -> list[Trial]:
-    """One call fails, or a few: the command goes on as if nothing had been, or says what it left out."""
+    """One call fails, or a few: the command goes on as if nothing had been, or says what it left
+    out."""
     trials = []
     for call in ("open", "read", "stat", "write", "fsync", "rename", "mkdir", "unlink", "close"):
         for first in (1, 3, 9, 20):
             trials.append(Trial("train", call, errno.EIO, "/runs/", "half", first, 1))
-    trials += [Trial("train", "open,read", number, "/runs/", "half", 2, 2) for number in (errno.EINTR, errno.EMFILE)]
-    trials += [Trial("train", "rename", number, "/runs/", "new", 2, 1) for number in (errno.EINTR, errno.EXDEV, errno.ESTALE)]
-    trials += [Trial("train", "write", number, "/runs/", "new", 5, 3) for number in (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)]
+    trials += [
+        Trial("train", "open,read", number, "/runs/", "half", 2, 2)
+        for number in (errno.EINTR, errno.EMFILE)
+    ]
+    trials += [
+        Trial("train", "rename", number, "/runs/", "new", 2, 1)
+        for number in (errno.EINTR, errno.EXDEV, errno.ESTALE)
+    ]
+    trials += [
+        Trial("train", "write", number, "/runs/", "new", 5, 3)
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
+    ]
     return trials
 
 
@@ -326,14 +406,21 @@ def of_commands() -> list[Trial]:
     """Commands that read a run."""
     trials = []
     for command in ("evaluate", "report", "runs"):
-        for call, path in (("open_to_read", "/runs/"), ("stat", "config.json"), ("read", "metrics.jsonl"), ("stat", "/state/")):
+        for call, path in (
+            ("open_to_read", "/runs/"),
+            ("stat", "config.json"),
+            ("read", "metrics.jsonl"),
+            ("stat", "/state/"),
+        ):
             trials.append(Trial(command, call, errno.ESTALE, path, "finished"))
             trials.append(Trial(command, call, errno.EIO, path, "finished", 1, 1))
     return trials
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("kind", [of_whole_starts, of_single_calls, of_commands], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [of_whole_starts, of_single_calls, of_commands], ids=lambda kind: kind.__name__
+)
 def test_commands_that_meet_errors(kind, whole, failing_calls, report):
     trials = kind()
     found = outcomes(trials, whole, failing_calls, kind.__name__)
@@ -342,6 +429,16 @@ def test_commands_that_meet_errors(kind, whole, failing_calls, report):
         check(each)
     assert len(met) > len(found) // 2
     stopped = sum(each["code"] != 0 for each in met)
-    note = f"{len(met)} met an error, {stopped} were stopped by it; longest {max(each['seconds'] for each in found):.0f} s"
+    note = (
+        f"{len(met)} met an error, {stopped} were stopped by it; longest "
+        f"{max(each['seconds'] for each in found):.0f} s"
+    )
     words = kind.__name__.replace("_", " ")
-    report(17, f"errors that pass, {words}", trials=len(found), detected=len(found), recovered=len(found), note=note)
+    report(
+        17,
+        f"errors that pass, {words}",
+        trials=len(found),
+        detected=len(found),
+        recovered=len(found),
+        note=note,
+    )

@@ -1,4 +1,5 @@
-"""Rows 10 and 11: steps that hang; processes that are killed, stopped, cut off, late, or slower than the others."""
+"""Rows 10 and 11: steps that hang; processes that are killed, stopped, cut off, late, or slower
+than the others."""
 
 import contextlib
 import os
@@ -16,7 +17,13 @@ from tests.faults.pods import Pod, found
 from tests.tiny import EXPERIMENT
 
 COUNT, STEPS = 3, 60
-OPTIONS = (f"--steps={STEPS}", "--log-every=1", "--eval-every=30", "--checkpoints.every=10", "--batch-size=6")
+OPTIONS = (
+    f"--steps={STEPS}",
+    "--log-every=1",
+    "--eval-every=30",
+    "--checkpoints.every=10",
+    "--batch-size=6",
+)
 POD = (*OPTIONS, "--mesh.data=-1", "--model.dropout-rate=0.1")
 SILENT = "is silent for 30 s: it was stopped, or the network to it is cut"
 
@@ -67,7 +74,14 @@ def test_killed_processes(training, undisturbed, report):
                 seconds.append(pod.assert_lost(victim))
     assert_restarts(training, undisturbed)
     note = f"survivors name it and end after {min(seconds):.1f} to {max(seconds):.1f} s"
-    report(11, "a process killed at random moments", trials=trials, detected=trials, recovered=trials, note=note)
+    report(
+        11,
+        "a process killed at random moments",
+        trials=trials,
+        detected=trials,
+        recovered=trials,
+        note=note,
+    )
 
 
 @pytest.mark.fault
@@ -87,16 +101,23 @@ def test_stopped_processes(training, undisturbed, report):
             (line,) = [line for line in pod.lines(victim)[before:] if steps not in line]
             assert line.startswith("jaxformer: process"), line
     assert_restarts(training, undisturbed)
-    note = f"survivors name it and end after {min(seconds):.0f} to {max(seconds):.0f} s; continued, it ends with one line"
+    note = (
+        f"survivors name it and end after {min(seconds):.0f} to {max(seconds):.0f} s; continued, "
+        f"it ends with one line"
+    )
     report(11, "a process stopped (SIGSTOP)", trials=2, detected=2, recovered=2, note=note)
 
 
 @contextlib.contextmanager
 def networks(count):
-    """Network namespaces joined by a bridge: (names, addresses, cut(i)). Each has /etc/hosts of its own."""
+    """Network namespaces joined by a bridge: (names, addresses, cut(i)). Each has /etc/hosts of its
+    own."""
     run = lambda *words: subprocess.run(["ip", *words], check=True, capture_output=True)
     tag = f"jf{os.getpid() % 10000}"
-    names, addresses = [f"{tag}n{i}" for i in range(count)], [f"10.213.7.{i + 1}" for i in range(count)]
+    names, addresses = (
+        [f"{tag}n{i}" for i in range(count)],
+        [f"10.213.7.{i + 1}" for i in range(count)],
+    )
     try:
         run("link", "add", tag, "type", "bridge")
         run("link", "set", tag, "up")
@@ -108,7 +129,9 @@ def networks(count):
             run("-n", name, "link", "set", "eth0", "up")
             run("-n", name, "link", "set", "lo", "up")
             os.makedirs(f"/etc/netns/{name}", exist_ok=True)
-            with open(f"/etc/netns/{name}/hosts", "w") as hosts:  # gloo listens at the address of the host's name
+            with open(
+                f"/etc/netns/{name}/hosts", "w"
+            ) as hosts:  # gloo listens at the address of the host's name
                 hosts.write(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
         yield names, addresses, lambda i: run("link", "set", f"{tag}v{i}", "down")
     finally:
@@ -130,10 +153,14 @@ def test_a_network_that_is_cut(training, undisturbed, report):
             pod.wait_for(f"/{STEPS} loss", times=5)
             cut(2)
             begin = time.monotonic()
-            assert pod.codes(60) == dict.fromkeys(range(COUNT), 4), [pod.said(i)[-2000:] for i in range(COUNT)]
+            assert pod.codes(60) == dict.fromkeys(range(COUNT), 4), [
+                pod.said(i)[-2000:] for i in range(COUNT)
+            ]
             seconds = time.monotonic() - begin
             for i, silent in ((0, 2), (1, 2), (2, 0)):
-                assert pod.name(silent) in pod.said(i) and SILENT in pod.said(i), pod.said(i)[-2000:]
+                assert pod.name(silent) in pod.said(i) and SILENT in pod.said(i), pod.said(i)[
+                    -2000:
+                ]
     assert_restarts(training, undisturbed)
     note = f"network namespaces; both sides name who is silent and end after {seconds:.0f} s"
     report(11, "the network to a process cut", trials=1, detected=1, recovered=1, note=note)
@@ -147,7 +174,14 @@ def test_a_late_process(training, undisturbed, report):
         pod.start(1)
         pod.finish()
     assert_same(training.ending(), undisturbed)
-    report(11, "a process started late", trials=1, detected=1, recovered=1, note=f"{late:.0f} s late: the others wait")
+    report(
+        11,
+        "a process started late",
+        trials=1,
+        detected=1,
+        recovered=1,
+        note=f"{late:.0f} s late: the others wait",
+    )
 
 
 COMPILES = """
@@ -155,12 +189,21 @@ import collections, sys, time
 import jax
 from jax._src import compiler
 from jaxformer import cli
+
 events, compiled = collections.Counter(), compiler.backend_compile_and_load
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name.rpartition("/")[2]]))
+
+
 def compile(backend, module, *rest):
-    if {seconds} and "step" in str(module.operation.attributes["sym_name"]) and jax.process_index() == 1:
+    if (
+        {seconds}
+        and "step" in str(module.operation.attributes["sym_name"])
+        and jax.process_index() == 1
+    ):
         time.sleep({seconds})
     return compiled(backend, module, *rest)
+
+
 compiler.backend_compile_and_load = compile
 code = cli.main(["train", "tiny", *sys.argv[1:]])
 print("hits", events["cache_hits"], "misses", events["cache_misses"], flush=True)
@@ -177,12 +220,19 @@ def test_a_slow_compilation(training, undisturbed, report):
         pod[0].kill()
         pod.assert_lost(0)
     with start(
-        training, each=caches | {1: {"XDG_CACHE_HOME": str(training.folder / "empty")}}, code=COMPILES.format(seconds=45)
+        training,
+        each=caches | {1: {"XDG_CACHE_HOME": str(training.folder / "empty")}},
+        code=COMPILES.format(seconds=45),
     ) as pod:
         pod.finish()
     assert_same(training.ending(), undisturbed)
     report(
-        11, "a process compiles 45 s, the others have the program", trials=1, detected=1, recovered=1, note="they wait for it"
+        11,
+        "a process compiles 45 s, the others have the program",
+        trials=1,
+        detected=1,
+        recovered=1,
+        note="they wait for it",
     )
 
 
@@ -190,12 +240,19 @@ def test_a_slow_compilation(training, undisturbed, report):
 def test_restarts_under_load(training, undisturbed, report):
     """With a busy loop per core: every process takes every program from the cache."""
     code, trials, hits = COMPILES.format(seconds=0), 5, []
-    keep = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # every program, however long it took to compile
-    caches = {i: {"XDG_CACHE_HOME": str(training.folder / f"cache-{i}"), **keep} for i in range(COUNT)}
+    keep = {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"
+    }  # every program, however long it took to compile
+    caches = {
+        i: {"XDG_CACHE_HOME": str(training.folder / f"cache-{i}"), **keep} for i in range(COUNT)
+    }
     with start(training, code=code, each=caches) as pod:
         pod.finish()
         assert all(int(found(r"misses (\d+)", pod.said(i))) > 0 for i in range(COUNT))
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
     try:
         for trial in range(trials):
             with start(training, f"--name=tiny-again-{trial}", code=code, each=caches) as pod:
@@ -208,7 +265,14 @@ def test_restarts_under_load(training, undisturbed, report):
             process.kill()
             process.wait()
     note = f"{min(hits)} to {max(hits)} programs of each process from its cache, 0 missed"
-    report(11, "restarts with a warm cache under load", trials=trials, detected=trials, recovered=trials, note=note)
+    report(
+        11,
+        "restarts with a warm cache under load",
+        trials=trials,
+        detected=trials,
+        recovered=trials,
+        note=note,
+    )
 
 
 # ---- row 10
@@ -237,7 +301,9 @@ def objective(model, params, batch, context):
     sums = TokenCrossEntropy()(model, params, batch, context)
     jax.debug.callback(lambda _: count("objective"), sums.loss)
     return sums
-""" + EXPERIMENT.replace('data=Text(path="text.txt")', 'data=Data(path="text.txt"), objective=objective')
+""" + EXPERIMENT.replace(
+    'data=Text(path="text.txt")', 'data=Data(path="text.txt"), objective=objective'
+)
 
 
 @pytest.mark.fault
@@ -245,11 +311,16 @@ def objective(model, params, batch, context):
 def test_steps_that_hang(count, tmp_path, report):
     """In a host callback of an objective, in a data source: the stacks name the place."""
     more = ("--mesh.data=-1",) if count > 1 else ()
-    start = lambda training, **environment: Pod(count, *training.options, folder=training.folder, devices=1, **environment)
+    start = lambda training, **environment: Pod(
+        count, *training.options, folder=training.folder, devices=1, **environment
+    )
     undisturbed, seconds = Training(tmp_path / "undisturbed", *OPTIONS, *more, experiment=HANGS), []
     with start(undisturbed) as pod:
         pod.finish()
-    for name, victim in (("data", count - 1), ("objective", 0)):  # JAX calls the host from process 0
+    for name, victim in (
+        ("data", count - 1),
+        ("objective", 0),
+    ):  # JAX calls the host from process 0
         training = Training(tmp_path / name, *OPTIONS, *more, experiment=HANGS)
         with start(training, each={victim: {"HANGS": name}}, JAXFORMER_STEP_LIMIT="4") as pod:
             pod.wait_for(f" 20/{STEPS} loss")
@@ -257,20 +328,31 @@ def test_steps_that_hang(count, tmp_path, report):
             assert set(pod.codes(120).values()) == {5}, [pod.said(i)[-3000:] for i in range(count)]
             seconds.append(time.monotonic() - begin)
             for i in range(count):
-                assert "no step ended for" in pod.said(i) and "JAXFORMER_STEP_LIMIT=4" in pod.said(i), pod.said(i)
+                assert "no step ended for" in pod.said(i) and "JAXFORMER_STEP_LIMIT=4" in pod.said(
+                    i
+                ), pod.said(i)
                 assert "Thread 0x" in pod.said(i)
             assert "in count" in pod.said(victim)  # the sleeping function, in a stack
         with start(training) as pod:
             pod.finish()
         assert_same(training.ending(), undisturbed.ending())
     note = f"limit 4 s: the stacks, exit code 5, after {min(seconds):.0f} to {max(seconds):.0f} s"
-    report(10, f"a step that hangs, {count} process{'es' if count > 1 else ''}", trials=2, detected=2, recovered=2, note=note)
+    report(
+        10,
+        f"a step that hangs, {count} process{'es' if count > 1 else ''}",
+        trials=2,
+        detected=2,
+        recovered=2,
+        note=note,
+    )
 
 
 @pytest.mark.fault
 def test_a_stopped_run_of_one_process_goes_on(tmp_path, report):
     """Ctrl-Z for longer than a step may take, then fg."""
-    undisturbed, training = (Training(tmp_path / name, *OPTIONS) for name in ("undisturbed", "stopped"))
+    undisturbed, training = (
+        Training(tmp_path / name, *OPTIONS) for name in ("undisturbed", "stopped")
+    )
     undisturbed.finish()
     with training.start(JAXFORMER_STEP_LIMIT="4") as process:
         process.wait_for(f"/{STEPS} loss", times=10)
@@ -279,7 +361,14 @@ def test_a_stopped_run_of_one_process_goes_on(tmp_path, report):
         process.send(signal.SIGCONT)
         assert process.end() == 0, process.said()
     assert_same(training.ending(), undisturbed.ending())
-    report(10, "Ctrl-Z for longer than the limit, then fg", trials=1, detected=1, recovered=1, note="the run goes on")
+    report(
+        10,
+        "Ctrl-Z for longer than the limit, then fg",
+        trials=1,
+        detected=1,
+        recovered=1,
+        note="the run goes on",
+    )
 
 
 WATCHED = """
@@ -302,5 +391,7 @@ def test_a_step_may_take_ten_times_as_long_as_the_longest(tmp_path):
     """The first ones as well, though none was seen before them."""
     with Process([sys.executable, "-c", WATCHED], tmp_path, tmp_path / "out") as process:
         assert process.end(120) == 5
-        assert "patient" in process.said() and "at step 5; JAXFORMER_STEP_LIMIT=1" in process.said(), process.said()
+        assert (
+            "patient" in process.said() and "at step 5; JAXFORMER_STEP_LIMIT=1" in process.said()
+        ), process.said()
         assert "Thread 0x" in process.said()

@@ -1,4 +1,5 @@
-"""Rows 13 and 16: a record that was torn, a clock that goes backwards, a device that computes wrong in silence."""
+"""Rows 13 and 16: a record that was torn, a clock that goes backwards, a device that computes wrong
+in silence."""
 
 import json
 import signal
@@ -8,8 +9,15 @@ import pytest
 from tests.faults.harness import Training, assert_same, resumed_after
 from tests.tiny import EXPERIMENT
 
-OPTIONS = ("--steps=120", "--log-every=1", "--eval-every=20", "--checkpoints.every=20", "--batch-size=8")
-# A metric runs at each evaluation. This one flips a bit of the parameters where device 2 keeps its copy.
+OPTIONS = (
+    "--steps=120",
+    "--log-every=1",
+    "--eval-every=20",
+    "--checkpoints.every=20",
+    "--batch-size=8",
+)
+# A metric runs at each evaluation. This one flips a bit of the parameters where device 2 keeps its
+# copy.
 STRUCK = (
     EXPERIMENT
     + """
@@ -40,7 +48,9 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("torn", ['{"step": 7', '{"step": 70, "loss": 3.1}\n{"step": 71, "lo', "\x00" * 37])
+@pytest.mark.parametrize(
+    "torn", ['{"step": 7', '{"step": 70, "loss": 3.1}\n{"step": 71, "lo', "\x00" * 37]
+)
 def test_a_torn_record_is_tolerated_and_no_step_is_there_twice(torn, tmp_path, undisturbed, report):
     training = Training(tmp_path, *OPTIONS, experiment=STRUCK)
     with training.start() as process:
@@ -68,14 +78,26 @@ def test_a_clock_that_goes_backwards_changes_nothing(tmp_path, undisturbed, repo
 
 
 @pytest.mark.fault
-def test_a_flipped_bit_on_one_device_stops_the_run_and_a_restart_ends_as_if_it_had_not_been(tmp_path, report):
+def test_a_flipped_bit_on_one_device_stops_the_run_and_a_restart_ends_as_if_it_had_not_been(
+    tmp_path, report
+):
     mesh = {"JAX_NUM_CPU_DEVICES": "4"}
     whole = Training(tmp_path / "whole", *OPTIONS, "--mesh.data=4", experiment=STRUCK, **mesh)
     whole.finish()
     training = Training(tmp_path / "struck", *OPTIONS, "--mesh.data=4", experiment=STRUCK, **mesh)
     said = training.finish(code=3, STRIKE="1")
-    assert "device 2 differs from its copies on devices 0, 1, 3: suspect the hardware" in said and "Traceback" not in said
+    assert (
+        "device 2 differs from its copies on devices 0, 1, 3: suspect the hardware" in said
+        and "Traceback" not in said
+    )
     good = training.steps()[-1]
     assert resumed_after(training.finish()) == good
     assert_same(training.ending(), whole.ending())
-    report(16, "one bit flipped in one device's copy", trials=1, detected=1, recovered=1, note="named device 2; bit-identical")
+    report(
+        16,
+        "one bit flipped in one device's copy",
+        trials=1,
+        detected=1,
+        recovered=1,
+        note="named device 2; bit-identical",
+    )

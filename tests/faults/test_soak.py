@@ -1,4 +1,5 @@
-"""Row 17: ten thousand steps in which nothing grows; and how long a start takes before its first step."""
+"""Row 17: ten thousand steps in which nothing grows; and how long a start takes before its first
+step."""
 
 import itertools
 import json
@@ -16,19 +17,30 @@ def usage(process: Process) -> dict[str, int]:
     """Kilobytes in memory, open files and threads of a process."""
     folder = Path(f"/proc/{process.process.pid}")
     words = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-    return {"memory": int(words["VmRSS"].split()[0]), "files": len(os.listdir(folder / "fd")), "threads": int(words["Threads"])}
+    return {
+        "memory": int(words["VmRSS"].split()[0]),
+        "files": len(os.listdir(folder / "fd")),
+        "threads": int(words["Threads"]),
+    }
 
 
 @pytest.mark.fault
 @pytest.mark.slow
 def test_nothing_grows_in_ten_thousand_steps(tmp_path, report):
     training = Training(
-        tmp_path, "--steps=10000", "--log-every=100", "--eval-every=100", "--checkpoints.every=50", "--eval-batches=2"
+        tmp_path,
+        "--steps=10000",
+        "--log-every=100",
+        "--eval-every=100",
+        "--checkpoints.every=50",
+        "--eval-batches=2",
     )
     seen, times = [], []
     with training.start() as process:
         for step in range(500, 10001, 500):
-            process.wait_for(f"step {step + 1:>5}/10000" if step < 10000 else "step 10000/10000", limit=1500)
+            process.wait_for(
+                f"step {step + 1:>5}/10000" if step < 10000 else "step 10000/10000", limit=1500
+            )
             times.append(time.monotonic())
             if process.running:
                 seen.append(usage(process))
@@ -44,14 +56,26 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path, report):
     assert len(training.steps()) <= 4  # two latest, the best, one half-way
     laps = [later - earlier for earlier, later in itertools.pairwise(times)]
     drift = statistics.median(laps[-5:]) / statistics.median(laps[2:7])
-    note = f"memory {middle(early, 'memory') // 1024} to {middle(late, 'memory') // 1024} MB; step time times {drift:.2f}"
-    report(17, "10,000 steps, 400 saves, 100 evaluations", trials=1, detected=1, recovered=1, note=note)
+    note = (
+        f"memory {middle(early, 'memory') // 1024} to {middle(late, 'memory') // 1024} MB; step "
+        f"time times {drift:.2f}"
+    )
+    report(
+        17, "10,000 steps, 400 saves, 100 evaluations", trials=1, detected=1, recovered=1, note=note
+    )
 
 
 @pytest.mark.fault
 def test_a_warm_start_takes_at_most_half_of_a_cold_one(tmp_path, report):
-    """From the start of the process to its first step, compilation cache cold and warm, in turns."""
-    sizes = ("--model.num-layers=6", "--model.d-model=64", "--steps=400", "--log-every=1", "--model.unroll=6")
+    """From the start of the process to its first step, compilation cache cold and warm, in
+    turns."""
+    sizes = (
+        "--model.num-layers=6",
+        "--model.d-model=64",
+        "--steps=400",
+        "--log-every=1",
+        "--model.unroll=6",
+    )
     training, seconds = Training(tmp_path, *sizes), {"cold": [], "warm": []}
     for turn in range(3):
         for kind in seconds:
@@ -62,7 +86,9 @@ def test_a_warm_start_takes_at_most_half_of_a_cold_one(tmp_path, report):
                 seconds[kind].append(time.monotonic() - began)
                 process.kill()
     cold, warm = (statistics.median(values) for values in seconds.values())
-    parts = json.dumps({kind: [round(value, 1) for value in values] for kind, values in seconds.items()})
+    parts = json.dumps(
+        {kind: [round(value, 1) for value in values] for kind, values in seconds.items()}
+    )
     report(
         17,
         "start to first step, compilation cache warm",

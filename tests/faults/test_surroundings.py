@@ -1,4 +1,5 @@
-"""Row 18: what lies around a run: the environment of its processes, its place on the disk, a kill at any call of the system."""
+"""Row 18: what lies around a run: the environment of its processes, its place on the disk, a kill
+at any call of the system."""
 
 import os
 import shutil
@@ -11,8 +12,20 @@ import pytest
 
 from tests.faults.harness import Process, Training, assert_same
 
-OPTIONS = ("--steps=40", "--log-every=1", "--eval-every=10", "--checkpoints.every=5", "--model.dropout-rate=0.1")
-CALLS = {"rename": (3, 9, 14), "fsync": (5, 17), "unlink": (2, 8, 15), "mkdir": (4, 9), "rmdir": (1, 3)}
+OPTIONS = (
+    "--steps=40",
+    "--log-every=1",
+    "--eval-every=10",
+    "--checkpoints.every=5",
+    "--model.dropout-rate=0.1",
+)
+CALLS = {
+    "rename": (3, 9, 14),
+    "fsync": (5, 17),
+    "unlink": (2, 8, 15),
+    "mkdir": (4, 9),
+    "rmdir": (1, 3),
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +49,12 @@ def test_killed_at_a_call(call, failing_calls, undisturbed, tmp_path, report):
     trials = 0
     for number in CALLS[call]:
         training = Training(tmp_path / f"{call}-{number}", *OPTIONS)
-        fault = {"LD_PRELOAD": str(failing_calls), "FAIL_CALLS": call, "FAIL_KILL": "1", "FAIL_FROM": str(number)}
+        fault = {
+            "LD_PRELOAD": str(failing_calls),
+            "FAIL_CALLS": call,
+            "FAIL_KILL": "1",
+            "FAIL_FROM": str(number),
+        }
         for _ in range(3):
             with training.start(**fault, FAIL_PATH="/runs/") as process:
                 code = process.end()
@@ -44,12 +62,22 @@ def test_killed_at_a_call(call, failing_calls, undisturbed, tmp_path, report):
                 trials += code != 0
         training.finish()
         assert_same(training.ending(), undisturbed)
-        left = [path.name for path in training.run.rglob("*") if path.name.endswith((".unfinished", "-tmp"))]
+        left = [
+            path.name
+            for path in training.run.rglob("*")
+            if path.name.endswith((".unfinished", "-tmp"))
+        ]
         # a picture might be another process's: it goes when it is an hour old
         left = [name for name in left if ".png." not in name and ".html." not in name]
         assert not left, left
     assert trials
-    report(18, f"SIGKILL at a {call} in the run's folder", trials=trials, detected=trials, recovered=trials)
+    report(
+        18,
+        f"SIGKILL at a {call} in the run's folder",
+        trials=trials,
+        detected=trials,
+        recovered=trials,
+    )
 
 
 def surroundings(folder: Path) -> dict[str, dict[str, str]]:
@@ -57,7 +85,11 @@ def surroundings(folder: Path) -> dict[str, dict[str, str]]:
     (folder / "state").mkdir()
     own = {"XDG_STATE_HOME": "", "XDG_CACHE_HOME": ""}
     return {
-        "another time zone and locale": {"TZ": "Pacific/Kiritimati", "LC_ALL": "tr_TR.UTF-8", "LANG": "C"},
+        "another time zone and locale": {
+            "TZ": "Pacific/Kiritimati",
+            "LC_ALL": "tr_TR.UTF-8",
+            "LANG": "C",
+        },
         "no home": own | {"HOME": ""},
         "a home that is not there": own | {"HOME": "/proc/nowhere"},
         "a home that is a file": own | {"HOME": "/etc/hostname"},
@@ -77,18 +109,39 @@ def test_a_run_goes_on_in_other_surroundings(undisturbed, tmp_path, report):
         said = training.finish(**environment)
         assert "Traceback" not in said, said[-3000:]
         assert_same(training.ending(), undisturbed)
-    report(18, "other surroundings", trials=len(cases), detected=len(cases), recovered=len(cases), note=", ".join(cases))
+    report(
+        18,
+        "other surroundings",
+        trials=len(cases),
+        detected=len(cases),
+        recovered=len(cases),
+        note=", ".join(cases),
+    )
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("mask", ["000", "077", "277", "777"])
 def test_a_umask(mask, undisturbed, tmp_path, report):
-    """What the owner may not read or write, root still may: for others the run is refused in one line."""
+    """What the owner may not read or write, root still may: for others the run is refused in one
+    line."""
     training = Training(tmp_path / "a", *OPTIONS)
-    command = ["sh", "-c", f'umask {mask}; exec "$@"', "sh", sys.executable, "-m", "jaxformer", "train", "tiny", *OPTIONS]
+    command = [
+        "sh",
+        "-c",
+        f'umask {mask}; exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "jaxformer",
+        "train",
+        "tiny",
+        *OPTIONS,
+    ]
     with Process(command, training.folder, training.folder / "output") as process:
         code = process.end()
-        assert code == 0 or (code == 2 and os.geteuid() and "Traceback" not in process.said()), process.said()[-3000:]
+        assert code == 0 or (code == 2 and os.geteuid() and "Traceback" not in process.said()), (
+            process.said()[-3000:]
+        )
     if code:
         subprocess.run(["chmod", "-R", "u+rwX", training.folder], check=True)
         shutil.rmtree(training.folder / "runs")
@@ -102,7 +155,9 @@ def test_a_full_folder_for_temporary_files(undisturbed, tmp_path, report):
     training = Training(tmp_path / "a", *OPTIONS)
     full = tmp_path / "full"
     full.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], capture_output=True
+    ).returncode:
         pytest.skip("needs the right to mount")
     try:
         with pytest.raises(OSError), (full / "fill").open("wb", buffering=0) as file:
@@ -118,8 +173,14 @@ def test_a_full_folder_for_temporary_files(undisturbed, tmp_path, report):
 
 @pytest.mark.fault
 def test_a_clock_that_jumps(undisturbed, tmp_path, report):
-    """The clock of another start is two years back, a year ahead, or in 1970: `time.time` is what libraries read."""
-    jumps = {"two years back": "-6.3e7", "a year ahead": "3.15e7", "1970": "100000 - now()", "each call": "-3e5 * next(calls)"}
+    """The clock of another start is two years back, a year ahead, or in 1970: `time.time` is what
+    libraries read."""
+    jumps = {
+        "two years back": "-6.3e7",
+        "a year ahead": "3.15e7",
+        "1970": "100000 - now()",
+        "each call": "-3e5 * next(calls)",
+    }
     for name, jump in jumps.items():
         training = Training(tmp_path / name, *OPTIONS)
         killed_in_mid_run(training)
@@ -132,12 +193,20 @@ def test_a_clock_that_jumps(undisturbed, tmp_path, report):
         with Process(command, training.folder, training.folder / "output") as process:
             assert process.end() == 0, process.said()[-3000:]
         assert_same(training.ending(), undisturbed)
-    report(18, "a clock that jumps", trials=len(jumps), detected=len(jumps), recovered=len(jumps), note=", ".join(jumps))
+    report(
+        18,
+        "a clock that jumps",
+        trials=len(jumps),
+        detected=len(jumps),
+        recovered=len(jumps),
+        note=", ".join(jumps),
+    )
 
 
 @pytest.mark.fault
 def test_a_run_that_is_moved_or_copied(undisturbed, tmp_path, report):
-    """Moved to another folder of runs between two starts; copied while it trains, evaluated and trained on there."""
+    """Moved to another folder of runs between two starts; copied while it trains, evaluated and
+    trained on there."""
     moved, there = Training(tmp_path / "moved", *OPTIONS), Training(tmp_path / "there", *OPTIONS)
     killed_in_mid_run(moved)
     (there.folder / "runs").mkdir()
@@ -145,7 +214,10 @@ def test_a_run_that_is_moved_or_copied(undisturbed, tmp_path, report):
     assert "resuming after step" in there.finish()
     assert_same(there.ending(), undisturbed)
 
-    copied, elsewhere = Training(tmp_path / "copied", *OPTIONS), Training(tmp_path / "elsewhere", *OPTIONS)
+    copied, elsewhere = (
+        Training(tmp_path / "copied", *OPTIONS),
+        Training(tmp_path / "elsewhere", *OPTIONS),
+    )
     with copied.start() as process:
         process.wait_for("step 22/40")
         # files come and go meanwhile, so that cp may miss some

@@ -1,4 +1,5 @@
-"""The golden models as data: class, config, inputs. Sizes are odd and epsilons large, so that mistakes show."""
+"""The golden models as data: class, config, inputs. Sizes are odd and epsilons large, so that
+mistakes show."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,18 @@ class Case:
     model: str
     config: dict[str, Any]
     inputs: dict[str, np.ndarray]
-    prompt: dict[str, np.ndarray] | None = None  # input_ids and attention_mask, for those that generate
+    prompt: dict[str, np.ndarray] | None = (
+        None  # input_ids and attention_mask, for those that generate
+    )
     untied: bool = False  # the head gets its own matrix although the config ties it
     seed: int = 0  # some generate one token forever
 
 
-def tokens(V: int, lengths: list[int], T: int = T, *, pad: int = 0, low: int = 3, **inputs) -> dict[str, np.ndarray]:
-    """Random rows of `lengths` real tokens, a negative one padded on the left, the others on the right."""
+def tokens(
+    V: int, lengths: list[int], T: int = T, *, pad: int = 0, low: int = 3, **inputs
+) -> dict[str, np.ndarray]:
+    """Random rows of `lengths` real tokens, a negative one padded on the left, the others on the
+    right."""
     length, t = np.array(lengths)[:, None], np.arange(T)
     real = np.where(length < 0, t >= T + length, t < length)
     drawn = np.random.default_rng(0).integers(low, V, real.shape)
@@ -29,11 +35,14 @@ def tokens(V: int, lengths: list[int], T: int = T, *, pad: int = 0, low: int = 3
 
 
 def counted(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With positions that count real tokens: under padding on the left, models with a table must be told."""
+    """With positions that count real tokens: under padding on the left, models with a table must be
+    told."""
     return inputs | {"position_ids": np.maximum(np.cumsum(inputs["attention_mask"], axis=1) - 1, 0)}
 
 
-def pair(V: int, source: list[int], target: list[int], *, pad: int, start: int) -> dict[str, np.ndarray]:
+def pair(
+    V: int, source: list[int], target: list[int], *, pad: int, start: int
+) -> dict[str, np.ndarray]:
     """Sources, and targets that begin with the start token."""
     decoder = {f"decoder_{name}": array for name, array in tokens(V, target, 8, pad=pad).items()}
     decoder["decoder_input_ids"][:, 0] = start
@@ -55,18 +64,26 @@ def _bert(model: str, **config) -> Case:
 
 
 def _roberta() -> Case:
-    sizes = _bert("").config | dict(type_vocab_size=1, pad_token_id=1, bos_token_id=0, eos_token_id=2)
-    return Case("RobertaForMaskedLM", sizes, tokens(37, [T, -8, 9], pad=1))  # positions count tokens that are not pad
+    sizes = _bert("").config | dict(
+        type_vocab_size=1, pad_token_id=1, bos_token_id=0, eos_token_id=2
+    )
+    return Case(
+        "RobertaForMaskedLM", sizes, tokens(37, [T, -8, 9], pad=1)
+    )  # positions count tokens that are not pad
 
 
 def _gpt2(**config) -> Case:
-    sizes = dict(vocab_size=37, n_positions=96, n_embd=15, n_layer=2, n_head=3, layer_norm_epsilon=1e-2)
+    sizes = dict(
+        vocab_size=37, n_positions=96, n_embd=15, n_layer=2, n_head=3, layer_norm_epsilon=1e-2
+    )
     sizes |= dict(bos_token_id=1, eos_token_id=2)
     prompt = None if config else tokens(37, [7, -4], 7)
     return Case("GPT2LMHeadModel", sizes | config, counted(tokens(37, [T, -8, 9])), prompt, seed=2)
 
 
-def _llama(model: str = "LlamaForCausalLM", generates: bool = True, seed: int = 0, **config) -> Case:
+def _llama(
+    model: str = "LlamaForCausalLM", generates: bool = True, seed: int = 0, **config
+) -> Case:
     sizes = dict(
         vocab_size=37,
         hidden_size=18,
@@ -85,7 +102,9 @@ def _llama(model: str = "LlamaForCausalLM", generates: bool = True, seed: int = 
 
 
 # of three frequencies the first is kept, the second in between, the third divided by the factor
-LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0
+)
 LLAMA3 |= dict(original_max_position_embeddings=64)
 # of four frequencies two are kept and two in between
 YARN = dict(rope_type="yarn", rope_theta=20.0, factor=4.0, beta_fast=4.0, beta_slow=1.0)
@@ -106,7 +125,9 @@ def _t5(untied: bool = False, **config) -> Case:
         decoder_start_token_id=0,
     )
     inputs = pair(35, [13, -9, 10], [8, 6, 8], pad=0, start=0)
-    return Case("T5ForConditionalGeneration", sizes | config, inputs, tokens(35, [7, -4], 7), untied, seed=9)
+    return Case(
+        "T5ForConditionalGeneration", sizes | config, inputs, tokens(35, [7, -4], 7), untied, seed=9
+    )
 
 
 def _marian() -> Case:
@@ -147,15 +168,25 @@ def _vit(model: str, channels: int, **config) -> Case:
 
 
 def _longformer() -> Case:
-    config = _bert("").config | dict(type_vocab_size=1, attention_window=[4, 4], pad_token_id=1, max_position_embeddings=20)
+    config = _bert("").config | dict(
+        type_vocab_size=1, attention_window=[4, 4], pad_token_id=1, max_position_embeddings=20
+    )
     flags = np.zeros((2, 16), int)
     flags[0, [0, 7]] = flags[1, [0, 3, 9]] = 1  # another number in each row
-    return Case("LongformerForMaskedLM", config, tokens(37, [16, 11], 16, pad=1, global_attention_mask=flags))
+    return Case(
+        "LongformerForMaskedLM",
+        config,
+        tokens(37, [16, 11], 16, pad=1, global_attention_mask=flags),
+    )
 
 
 def _bigbird() -> Case:
-    config = _bert("").config | dict(attention_type="block_sparse", block_size=3, num_random_blocks=2, sep_token_id=None)
-    config |= dict(max_position_embeddings=32)  # ten blocks: more than 5 + 2 * 2, with which it would see everything
+    config = _bert("").config | dict(
+        attention_type="block_sparse", block_size=3, num_random_blocks=2, sep_token_id=None
+    )
+    config |= dict(
+        max_position_embeddings=32
+    )  # ten blocks: more than 5 + 2 * 2, with which it would see everything
     return Case("BigBirdForMaskedLM", config, tokens(37, [30, 25], 30))
 
 

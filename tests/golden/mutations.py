@@ -1,9 +1,11 @@
-"""Mistakes that a model or its loader might make, each tried on the golden models: the tests must see every one.
+"""Mistakes that a model or its loader might make, each tried on the golden models: the tests must
+see every one.
 
-`python -m tests.golden.mutations [NAME ...]` prints how far each carries the outputs from the witness, and ends with 1 if
-one stays within the tolerance of tests/families/test_huggingface.py. A mistake is a function of a loaded (config, params)
-or of a family's rules. What no output can show (a key bias: softmax does not see what it adds to all keys) must be seen in
-the file that `save` writes of it; what cannot be loaded at all is seen, too.
+`python -m tests.golden.mutations [NAME ...]` prints how far each carries the outputs from the
+witness, and ends with 1 if one stays within the tolerance of tests/families/test_huggingface.py. A
+mistake is a function of a loaded (config, params) or of a family's rules. What no output can show
+(a key bias: softmax does not see what it adds to all keys) must be seen in the file that `save`
+writes of it; what cannot be loaded at all is seen, too.
 """
 
 import os
@@ -45,10 +47,27 @@ from tests.families import golden_runs as runs
 
 TOLERANCE = 2e-5  # that of the tests
 NAMES = [
-    "bert_pretraining", "bert_sequence", "bert_qa", "bigbird_mlm", "gpt2", "gpt2_untied", "llama_gqa", "llama_mha",
-    "llama_yarn", "longformer_mlm", "marian", "mistral", "mixtral", "qwen2", "reformer", "roberta_mlm", "t5", "t5_v11", "vit",
+    "bert_pretraining",
+    "bert_sequence",
+    "bert_qa",
+    "bigbird_mlm",
+    "gpt2",
+    "gpt2_untied",
+    "llama_gqa",
+    "llama_mha",
+    "llama_yarn",
+    "longformer_mlm",
+    "marian",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "reformer",
+    "roberta_mlm",
+    "t5",
+    "t5_v11",
+    "vit",
     "vit_pooled",
-]  # fmt: skip
+]
 
 
 class Outcome(NamedTuple):
@@ -63,8 +82,13 @@ class Outcome(NamedTuple):
 # Mistakes in the config: (name, config -> config), of one stack
 
 OTHER = {
-    "gelu": "gelu_tanh", "gelu_tanh": "gelu", "relu": "gelu", "swiglu": "geglu", "geglu_tanh": "geglu", "silu": "gelu",
-}  # fmt: skip
+    "gelu": "gelu_tanh",
+    "gelu_tanh": "gelu",
+    "relu": "gelu",
+    "swiglu": "geglu",
+    "geglu_tanh": "geglu",
+    "silu": "gelu",
+}
 
 
 def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelConfig]]:
@@ -79,12 +103,18 @@ def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelCon
         replace(config, norm={"layer_norm": "rms_norm", "rms_norm": "layer_norm"}[config.norm]),
     )
     if config.stack is None:
-        yield "norms in another place", replace(config, block=None if config.block else blocks.post_norm)
+        yield (
+            "norms in another place",
+            replace(config, block=None if config.block else blocks.post_norm),
+        )
     if config.mixer is None or isinstance(config.mixer, tuple):
         scale = 1.0 if config.attention_scale is None else None
         if config.mixer is None:
             yield "scores scaled otherwise", replace(config, attention_scale=scale)
-            yield "scores scaled by the model's width", replace(config, attention_scale=config.d_model**-0.5)
+            yield (
+                "scores scaled by the model's width",
+                replace(config, attention_scale=config.d_model**-0.5),
+            )
         yield "other keys visible", replace(config, masks=tuple(map(other_mask, config.masks)))
     for step in (-1, 1):
         moved = tuple(widened(mask, step) for mask in config.masks)
@@ -94,18 +124,29 @@ def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelCon
         yield "masks of layers shifted", replace(config, masks=config.masks[1:] + config.masks[:1])
     if isinstance(config.embedding, Embedding):
         other = config.d_model**0.5 if config.embedding.scale == 1 else 1.0
-        yield "embedding scaled otherwise", replace(config, embedding=replace(config.embedding, scale=other))
-    yield from ((name, replace(config, positions=other)) for name, other in other_positions(config.positions))
+        yield (
+            "embedding scaled otherwise",
+            replace(config, embedding=replace(config.embedding, scale=other)),
+        )
+    yield from (
+        (name, replace(config, positions=other))
+        for name, other in other_positions(config.positions)
+    )
     yield from ((name, replace(config, mixer=other)) for name, other in other_mixers(config.mixer))
     if isinstance(moe := config.feedforward, Mixture):
         for name, change in {
-            "one expert a token": dict(top_k=1, normalise=False), "one expert more": dict(top_k=moe.top_k + 1),
-            "weights of experts not normalised": dict(normalise=False), "experts with another gate": dict(activation="geglu"),
-        }.items():  # fmt: skip
+            "one expert a token": dict(top_k=1, normalise=False),
+            "one expert more": dict(top_k=moe.top_k + 1),
+            "weights of experts not normalised": dict(normalise=False),
+            "experts with another gate": dict(activation="geglu"),
+        }.items():
             yield name, replace(config, feedforward=replace(moe, **change))
     for head in heads:
         for name, other in other_heads(config, head):
-            yield name, replace(config, heads=tuple(other if one is head else one for one in config.heads))
+            yield (
+                name,
+                replace(config, heads=tuple(other if one is head else one for one in config.heads)),
+            )
     if heads and isinstance(heads[0], LanguageModel):
         yield "logits capped", replace(config, logit_softcap=30.0)
 
@@ -127,16 +168,24 @@ def other_positions(positions) -> Iterator[tuple[str, Any]]:
             yield "sines and cosines take turns", replace(positions, layout="interleaved")
             yield "sinusoids of tensor2tensor", replace(positions, spacing="tensor2tensor")
         case Relative():
-            yield "signs of distances", replace(positions, bidirectional=not positions.bidirectional)
+            yield (
+                "signs of distances",
+                replace(positions, bidirectional=not positions.bidirectional),
+            )
             yield "largest distance", replace(positions, max_distance=128)
-            yield "largest distance + 1", replace(positions, max_distance=positions.max_distance + 1)
+            yield (
+                "largest distance + 1",
+                replace(positions, max_distance=positions.max_distance + 1),
+            )
         case Rope():
             yield "RoPE pairs neighbours", replace(positions, layout="interleaved")
             yield "RoPE of another base", replace(positions, theta=10_000.0)
             if positions.scaling is not None:
                 yield "RoPE not scaled", replace(positions, scaling=None)
                 for field in ("factor", "original_length"):
-                    changed = replace(positions.scaling, **{field: getattr(positions.scaling, field) * 2})
+                    changed = replace(
+                        positions.scaling, **{field: getattr(positions.scaling, field) * 2}
+                    )
                     yield f"RoPE: {field} doubled", replace(positions, scaling=changed)
             yield "no RoPE", None
 
@@ -153,9 +202,11 @@ def other_mixers(mixer) -> Iterator[tuple[str, Any]]:
             yield "full attention", None
         case tuple():
             for name, change in {
-                "keys met twice count once": dict(duplicates=False), "no chunk before": dict(chunks_before=0),
-                "a chunk after": dict(chunks_after=1), "chunks of another length": dict(chunk=6),
-            }.items():  # fmt: skip
+                "keys met twice count once": dict(duplicates=False),
+                "no chunk before": dict(chunks_before=0),
+                "a chunk after": dict(chunks_after=1),
+                "chunks of another length": dict(chunk=6),
+            }.items():
                 yield name, tuple(one and replace(one, **change) for one in mixer)
 
 
@@ -199,7 +250,10 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
     for name in ("query", "key", "value", "out"):
         for module in (attention, "layers/cross_attention"):
             if f"{module}/{name}/bias" in leaves:
-                yield f"{module[7:]}: no {name} bias", changed(jnp.zeros_like, f"{module}/{name}/bias")
+                yield (
+                    f"{module[7:]}: no {name} bias",
+                    changed(jnp.zeros_like, f"{module}/{name}/bias"),
+                )
     for name in ("up", "down"):
         if f"layers/feedforward/{name}/bias" in leaves:
             yield f"no {name} bias", changed(jnp.zeros_like, f"layers/feedforward/{name}/bias")
@@ -236,27 +290,43 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
     if "layers/feedforward/gate/kernel" in leaves:
         yield "gate and up exchanged", exchanged("feedforward/gate/", "feedforward/up/")
     if "layers/feedforward/router/kernel" in leaves:
-        yield "experts shifted", changed(partial(jnp.roll, shift=1, axis=-1), "layers/feedforward/router/kernel")
-        yield "layers and experts shifted", changed(partial(jnp.roll, shift=1, axis=1), "layers/feedforward/up/kernel")
+        yield (
+            "experts shifted",
+            changed(partial(jnp.roll, shift=1, axis=-1), "layers/feedforward/router/kernel"),
+        )
+        yield (
+            "layers and experts shifted",
+            changed(partial(jnp.roll, shift=1, axis=1), "layers/feedforward/up/kernel"),
+        )
     yield (
         "attention_norm and feedforward_norm exchanged",
         exchanged("layers/attention_norm/", "layers/feedforward_norm/"),
     )
     if "layers/cross_attention/query/kernel" in leaves:
-        yield "the two attentions exchanged", exchanged("layers/attention/", "layers/cross_attention/")
+        yield (
+            "the two attentions exchanged",
+            exchanged("layers/attention/", "layers/cross_attention/"),
+        )
         yield (
             "norms of the two attentions exchanged",
             exchanged("layers/attention_norm/", "layers/cross_attention_norm/"),
         )
     yield (
         "layers in reverse",
-        lambda leaves: leaves | {name: leaf[::-1] for name, leaf in leaves.items() if name.startswith("layers/")},
+        lambda leaves: (
+            leaves
+            | {name: leaf[::-1] for name, leaf in leaves.items() if name.startswith("layers/")}
+        ),
     )
     yield (
         "every layer the first",
         lambda leaves: (
             leaves
-            | {name: jnp.broadcast_to(leaf[:1], leaf.shape) for name, leaf in leaves.items() if name.startswith("layers/")}
+            | {
+                name: jnp.broadcast_to(leaf[:1], leaf.shape)
+                for name, leaf in leaves.items()
+                if name.startswith("layers/")
+            }
         ),
     )
     if "embedding/tokens" in leaves:
@@ -271,37 +341,65 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
     if "embedding/class_token" in leaves:
         yield "no class token", changed(jnp.zeros_like, "embedding/class_token")
         yield "no bias of patches", changed(jnp.zeros_like, "embedding/patches/bias")
-        yield "patches column by column", changed(lambda a: a.swapaxes(1, 2), "embedding/patches/kernel")
+        yield (
+            "patches column by column",
+            changed(lambda a: a.swapaxes(1, 2), "embedding/patches/kernel"),
+        )
         if leaves["embedding/patches/kernel"].shape[0] > 1:
             yield "colours in reverse", changed(lambda a: a[::-1], "embedding/patches/kernel")
     if "shared/relative" in leaves:
-        yield "heads of the relative table shifted", changed(partial(jnp.roll, shift=1, axis=1), "shared/relative")
+        yield (
+            "heads of the relative table shifted",
+            changed(partial(jnp.roll, shift=1, axis=1), "shared/relative"),
+        )
         yield "buckets in reverse", changed(lambda a: a[::-1], "shared/relative")
         yield "no relative table", changed(jnp.zeros_like, "shared/relative")
     if f"{attention}/global_query/kernel" in leaves:
         for one in ("query", "key", "value"):
             plain = lambda leaves, one=one: (
-                leaves | {f"{attention}/global_{one}/{end}": leaves[f"{attention}/{one}/{end}"] for end in ("kernel", "bias")}
+                leaves
+                | {
+                    f"{attention}/global_{one}/{end}": leaves[f"{attention}/{one}/{end}"]
+                    for end in ("kernel", "bias")
+                }
             )
             yield f"global {one} as the local one", plain
     for name in leaves:
-        if name.startswith("heads/") and name.endswith("kernel") and leaves[name].shape[0] == leaves[name].shape[1]:
+        if (
+            name.startswith("heads/")
+            and name.endswith("kernel")
+            and leaves[name].shape[0] == leaves[name].shape[1]
+        ):
             yield f"{name} transposed", changed(jnp.transpose, name)
         elif name.startswith("heads/") and name.endswith("kernel") and min(leaves[name].shape) > 1:
             yield (
                 f"classes of {name} shifted",
-                changed(partial(jnp.roll, shift=1, axis=int(name.count("/") < 2 or "language" not in name)), name),
+                changed(
+                    partial(
+                        jnp.roll, shift=1, axis=int(name.count("/") < 2 or "language" not in name)
+                    ),
+                    name,
+                ),
             )
 
 
 # Mistakes in the tables: (name, rule -> rule)
 
 EXCHANGES = {
-    "gate_proj": "up_proj", "w1": "w3", "wi_0": "wi_1", "q_proj": "k_proj", "self.query": "self.key",
-    "attention.query": "attention.key", "SelfAttention.q": "SelfAttention.k", "ln_1": "ln_2",
-    "input_layernorm": "post_attention_layernorm", "fc1": "fc2", "layernorm_before": "layernorm_after",
-    "self_attention.query": "self_attention.value", "lines": "columns",
-}  # fmt: skip
+    "gate_proj": "up_proj",
+    "w1": "w3",
+    "wi_0": "wi_1",
+    "q_proj": "k_proj",
+    "self.query": "self.key",
+    "attention.query": "attention.key",
+    "SelfAttention.q": "SelfAttention.k",
+    "ln_1": "ln_2",
+    "input_layernorm": "post_attention_layernorm",
+    "fc1": "fc2",
+    "layernorm_before": "layernorm_after",
+    "self_attention.query": "self_attention.value",
+    "lines": "columns",
+}
 
 
 def of_rules(rules: list) -> Iterator[tuple[str, Callable]]:
@@ -318,18 +416,26 @@ def of_rules(rules: list) -> Iterator[tuple[str, Callable]]:
 
             yield f"table: {one} and {two} exchanged", swapped
     # heads that a model does not have change nothing, nor does a norm, which is a vector
-    matrices = [rule for rule in rules if "layers/" in str(rule.ours) and not str(rule.ours).endswith("norm")]
+    matrices = [
+        rule
+        for rule in rules
+        if "layers/" in str(rule.ours) and not str(rule.ours).endswith("norm")
+    ]
     kinds = {rule.kind for rule in matrices}
     for kind, other in (("linear", "conv1d"), ("conv1d", "linear")):
         if kind in kinds:
             yield (
                 f"table: {kind} as {other}",
-                lambda rule, kind=kind, other=other: rule._replace(kind=other) if rule.kind == kind else rule,
+                lambda rule, kind=kind, other=other: (
+                    rule._replace(kind=other) if rule.kind == kind else rule
+                ),
             )
             yield (
                 f"table: out as {other}",
                 lambda rule, kind=kind, other=other: (
-                    rule._replace(kind=other) if rule.kind == kind and str(rule.ours).endswith("attention/out") else rule
+                    rule._replace(kind=other)
+                    if rule.kind == kind and str(rule.ours).endswith("attention/out")
+                    else rule
                 ),
             )
     if any(isinstance(rule.ours, tuple) for rule in rules):
@@ -337,7 +443,9 @@ def of_rules(rules: list) -> Iterator[tuple[str, Callable]]:
             yield (
                 f"table: fused in the order {order}",
                 lambda rule, order=order: (
-                    rule._replace(ours=tuple(rule.ours[i] for i in order)) if isinstance(rule.ours, tuple) else rule
+                    rule._replace(ours=tuple(rule.ours[i] for i in order))
+                    if isinstance(rule.ours, tuple)
+                    else rule
                 ),
             )
     yield "table: query and key biases left out", lambda rule: rule  # of the config: see `outcomes`
@@ -346,19 +454,37 @@ def of_rules(rules: list) -> Iterator[tuple[str, Callable]]:
 # Mistakes in what a model is called with: options of `answers`
 
 
-def of_calls(config, kept: dict[str, np.ndarray]) -> Iterator[tuple[str, dict[str, np.ndarray], dict]]:
+def of_calls(
+    config, kept: dict[str, np.ndarray]
+) -> Iterator[tuple[str, dict[str, np.ndarray], dict]]:
     mask = kept.get("inputs/attention_mask")
     if mask is not None and not mask.all():
         ones = {"inputs/attention_mask": np.ones_like(mask)}
         yield "padding is seen", kept | ones, {}
     if "inputs/decoder_attention_mask" in kept:
         drop = {key: value for key, value in kept.items() if key != "inputs/attention_mask"}
-        yield "padding of the source is seen", drop | {"inputs/attention_mask": np.ones_like(mask)}, {}
+        yield (
+            "padding of the source is seen",
+            drop | {"inputs/attention_mask": np.ones_like(mask)},
+            {},
+        )
     if "inputs/token_type_ids" in kept:
-        yield "token types not given", kept | {"inputs/token_type_ids": 0 * kept["inputs/token_type_ids"]}, {}
+        yield (
+            "token types not given",
+            kept | {"inputs/token_type_ids": 0 * kept["inputs/token_type_ids"]},
+            {},
+        )
     if "inputs/global_attention_mask" in kept:
-        yield "no global tokens", kept | {"inputs/global_attention_mask": 0 * kept["inputs/global_attention_mask"]}, {}
-    if isinstance(config, ModelConfig) and isinstance(config.positions, Learned) and mask is not None:
+        yield (
+            "no global tokens",
+            kept | {"inputs/global_attention_mask": 0 * kept["inputs/global_attention_mask"]},
+            {},
+        )
+    if (
+        isinstance(config, ModelConfig)
+        and isinstance(config.positions, Learned)
+        and mask is not None
+    ):
         T = mask.shape[1]
         if mask[:, 0].min() == 0:
             yield "positions count the padding", kept, {"positions": jnp.arange(T)[None]}
@@ -370,7 +496,9 @@ def completed(config, leaves: dict[str, Any]) -> dict[str, Any]:
     """The leaves that another config needs, plain ones where the model has none."""
     wanted = paths(models.spec(config))
     return {
-        path: leaves.get(path, jnp.ones(leaf.shape) if path.endswith("scale") else jnp.zeros(leaf.shape))
+        path: leaves.get(
+            path, jnp.ones(leaf.shape) if path.endswith("scale") else jnp.zeros(leaf.shape)
+        )
         for path, leaf in wanted.items()
     }
 
@@ -409,7 +537,9 @@ def outcomes(name: str) -> list[Outcome]:
         found.append(Outcome(name, mistake, far, caught))
 
     for prefix, stack, decodes in stacks(config):
-        witnessed = tuple(h for h in stack.heads if h.name != "pooled" or "outputs/pooler_output" in kept)
+        witnessed = tuple(
+            h for h in stack.heads if h.name != "pooled" or "outputs/pooler_output" in kept
+        )
         for mistake, wrong in of_config(stack, witnessed if decodes else ()):
 
             def answer(prefix=prefix, wrong=wrong):
@@ -418,17 +548,27 @@ def outcomes(name: str) -> list[Outcome]:
                 return jax.jit(lambda params: runs.answers(other, params, kept))(own)
 
             record(prefix + mistake, answer)
-        leaves = {path.removeprefix(prefix): leaf for path, leaf in paths(params).items() if path.startswith(prefix)}
+        leaves = {
+            path.removeprefix(prefix): leaf
+            for path, leaf in paths(params).items()
+            if path.startswith(prefix)
+        }
         for mistake, change in of_parameters(stack, leaves):
             moved = {prefix + path: leaf for path, leaf in change(leaves).items()}
             if all(np.array_equal(leaf, paths(params)[path]) for path, leaf in moved.items()):
                 continue  # a bias that is zero anyway
             wrong = unflatten_dict(paths(params) | moved, sep="/")
-            # only a key bias and a head that nothing reads may hide; whatever else does is a hole in the fixture
-            hides = "key bias" in mistake or ("heads/pooled" in mistake and "outputs/pooler_output" not in kept)
+            # only a key bias and a head that nothing reads may hide; whatever else does is a hole
+            # in the fixture
+            hides = "key bias" in mistake or (
+                "heads/pooled" in mistake and "outputs/pooler_output" not in kept
+            )
             record(prefix + mistake, partial(run, wrong), (config, wrong) if hides else None)
     for mistake, called, options in of_calls(config, kept):
-        record(mistake, lambda called=called, options=options: runs.answers(config, params, called, **options))
+        record(
+            mistake,
+            lambda called=called, options=options: runs.answers(config, params, called, **options),
+        )
     for mistake, answer in of_ties(config, params, kept):
         record(mistake, answer)
     family = families.FAMILIES[golden.config(name)["model_type"]]
@@ -451,7 +591,9 @@ def outcomes(name: str) -> list[Outcome]:
 
             def answer_without():
                 kind = golden.config(name)["model_type"]
-                bare = lambda c, names: replace(family.read(c, names), use_bias="value|out|up|down|norm|patches")
+                bare = lambda c, names: replace(
+                    family.read(c, names), use_bias="value|out|up|down|norm|patches"
+                )
                 families.FAMILIES[kind] = family._replace(read=bare)
                 try:
                     return run(families.load(folder).params)
@@ -465,7 +607,10 @@ def outcomes(name: str) -> list[Outcome]:
 def of_ties(config, params, kept) -> Iterator[tuple[str, Callable]]:
     """The head's own matrix not read, or one drawn although it is the embedding's."""
     stack = config.decoder if isinstance(config, EncoderDecoder) else config
-    if not any(isinstance(head, LanguageModel) for head in stack.heads) or stack.hidden_width != stack.d_model:
+    if (
+        not any(isinstance(head, LanguageModel) for head in stack.heads)
+        or stack.hidden_width != stack.d_model
+    ):
         return
     prefix = "decoder/" if isinstance(config, EncoderDecoder) else ""
     table = paths(params)[prefix + "embedding/tokens"]
@@ -493,7 +638,9 @@ def main(names: list[str]) -> int:
         for outcome in outcomes(name):
             every.append(outcome)
             caught = outcome.caught or "MISSED"
-            print(f"{outcome.name:18} {outcome.mistake:60} {outcome.far:8.1e}  {caught}", flush=True)
+            print(
+                f"{outcome.name:18} {outcome.mistake:60} {outcome.far:8.1e}  {caught}", flush=True
+            )
     missed = [outcome for outcome in every if outcome.caught is None]
     print(f"{len(every)} mistakes in {len(names or NAMES)} models, {len(missed)} missed")
     return bool(missed)

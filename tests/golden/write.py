@@ -1,4 +1,5 @@
-"""Writes a golden model: builds it, redraws its weights, evaluates in float64, and lets it save itself and its gradients."""
+"""Writes a golden model: builds it, redraws its weights, evaluates in float64, and lets it save
+itself and its gradients."""
 
 import copy
 import os
@@ -33,18 +34,26 @@ def write(name: str, folder: Path) -> None:
     redraw(model, case.seed)
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # would hide the gradient of the pad token, with which Marian's targets begin
+            module.padding_idx = (
+                None  # would hide the gradient of the pad token, with which Marian's targets begin
+            )
     witness = {f"inputs/{key}": array for key, array in case.inputs.items()}
     if name == "reformer":
-        model.reformer.encoder.train()  # its backward pass insists; without dropout nothing else changes
+        # its backward pass insists; without dropout nothing else changes
+        model.reformer.encoder.train()
         witness["rotations"] = rotations(model.config)
     with finite_masks():
         answered = answer(model, case.inputs)
         weights = loss_weights(case.inputs, answered)
-        loss = sum((torch.from_numpy(w).double() * answered[key]).sum() for key, w in weights.items())
+        loss = sum(
+            (torch.from_numpy(w).double() * answered[key]).sum() for key, w in weights.items()
+        )
         loss.backward()
         if case.prompt:
-            witness |= {"prompt": case.prompt["input_ids"], "prompt_mask": case.prompt["attention_mask"]}
+            witness |= {
+                "prompt": case.prompt["input_ids"],
+                "prompt_mask": case.prompt["attention_mask"],
+            }
             witness["generated"] = generate(model, case.prompt)
     witness["loss"] = loss.detach().numpy()
     witness |= {f"loss/{key}": array for key, array in weights.items()}
@@ -58,23 +67,31 @@ def write(name: str, folder: Path) -> None:
             for tensor, source in zip(tensors(single), tensors(model), strict=True):
                 tensor.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
                 assert torch.isfinite(tensor).all(), f"a gradient of {name} is not finite"
-        single.save_pretrained(beside)  # which ties and renames the gradients as it does the weights
+        single.save_pretrained(
+            beside
+        )  # which ties and renames the gradients as it does the weights
         shutil.copy(Path(beside) / "model.safetensors", folder / "gradients.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
     np.savez_compressed(folder / "witness.npz", **witness)
 
 
 def tensors(model) -> list[torch.Tensor]:
-    """Whatever of a model is drawn and saved: its parameters, and the bias that Marian calls a buffer."""
-    drawn = [p for name, p in model.named_parameters() if "embed_positions" not in name]  # sinusoids
+    """Whatever of a model is drawn and saved: its parameters, and the bias that Marian calls a
+    buffer."""
+    drawn = [
+        p for name, p in model.named_parameters() if "embed_positions" not in name
+    ]  # sinusoids
     return drawn + [b for name, b in model.named_buffers() if name == "final_logits_bias"]
 
 
 @torch.no_grad()
 def redraw(model, seed: int) -> None:
-    """Fills a model with float32 numbers: embeddings 0.7 N, norms 1 + 0.3 N, biases 0.3 N, matrices N / sqrt(fan_in)."""
+    """Fills a model with float32 numbers: embeddings 0.7 N, norms 1 + 0.3 N, biases 0.3 N, matrices
+    N / sqrt(fan_in)."""
     rng = np.random.default_rng(seed)
-    modules = {id(p): (m, name) for m in model.modules() for name, p in m.named_parameters(recurse=False)}
+    modules = {
+        id(p): (m, name) for m in model.modules() for name, p in m.named_parameters(recurse=False)
+    }
     for tensor in tensors(model):
         module, name = modules.get(id(tensor), (model, "bias"))
         draw = rng.normal(size=tuple(tensor.shape))
@@ -82,7 +99,10 @@ def redraw(model, seed: int) -> None:
             draw = 0.3 * draw
         elif tensor.ndim == 1:
             draw = 1 + 0.3 * draw
-        elif isinstance(module, torch.nn.Linear | torch.nn.Conv2d) or name in ("gate_up_proj", "down_proj"):
+        elif isinstance(module, torch.nn.Linear | torch.nn.Conv2d) or name in (
+            "gate_up_proj",
+            "down_proj",
+        ):
             draw = draw / np.sqrt(tensor[0].numel() if tensor.ndim != 3 else tensor.shape[-1])
         elif isinstance(module, Conv1D):
             draw = draw / np.sqrt(tensor.shape[0])
@@ -93,15 +113,23 @@ def redraw(model, seed: int) -> None:
 
 
 def finite_masks():
-    """What hides is -1e30: float64's lowest number, cast for a softmax in float32, makes NaN where nothing is seen."""
+    """What hides is -1e30: float64's lowest number, cast for a softmax in float32, makes NaN where
+    nothing is seen."""
     return mock.patch.object(torch, "finfo", lambda dtype: SimpleNamespace(min=-1e30, max=1e30))
 
 
 def answer(model, inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """All that a model answers under its own names, and its body's `last_hidden_state`, after the final norm."""
+    """All that a model answers under its own names, and its body's `last_hidden_state`, after the
+    final norm."""
     bodies = []
-    body = model.decoder if isinstance(model, transformers.T5ForConditionalGeneration) else model.base_model
-    hook = body.register_forward_hook(lambda module, args, out: bodies.append(out.last_hidden_state))
+    body = (
+        model.decoder
+        if isinstance(model, transformers.T5ForConditionalGeneration)
+        else model.base_model
+    )
+    hook = body.register_forward_hook(
+        lambda module, args, out: bodies.append(out.last_hidden_state)
+    )
     given = {key: torch.from_numpy(x) for key, x in inputs.items()}
     given = {key: x.to(model.dtype) if x.is_floating_point() else x for key, x in given.items()}
     out = model(**given)
@@ -112,7 +140,9 @@ def answer(model, inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 def real(inputs: dict[str, np.ndarray], key: str, array) -> np.ndarray:
     """Where an output is an answer to a real token or image; of the shape of the output."""
-    decoder = "decoder_" if "decoder_attention_mask" in inputs and not key.startswith("encoder") else ""
+    decoder = (
+        "decoder_" if "decoder_attention_mask" in inputs and not key.startswith("encoder") else ""
+    )
     mask = inputs.get(f"{decoder}attention_mask")
     if mask is None or mask.shape != array.shape[:2]:
         return np.ones(array.shape, bool)
@@ -120,11 +150,14 @@ def real(inputs: dict[str, np.ndarray], key: str, array) -> np.ndarray:
 
 
 def at_real(inputs, answered) -> dict[str, np.ndarray]:
-    return {key: np.where(real(inputs, key, x), x.detach().numpy(), 0) for key, x in answered.items()}
+    return {
+        key: np.where(real(inputs, key, x), x.detach().numpy(), 0) for key, x in answered.items()
+    }
 
 
 def loss_weights(inputs, answered) -> dict[str, np.ndarray]:
-    """Of every output of the heads, or of the body where there is no head: random numbers whose squares sum to about one."""
+    """Of every output of the heads, or of the body where there is no head: random numbers whose
+    squares sum to about one."""
     rng = np.random.default_rng(1)
     heads = [key for key in answered if key != "encoder_last_hidden_state"]
     if len(heads) > 1 and "pooler_output" not in heads:
@@ -132,7 +165,9 @@ def loss_weights(inputs, answered) -> dict[str, np.ndarray]:
     weights = {}
     for key in heads:
         counts = real(inputs, key, answered[key])
-        weights[key] = (np.where(counts, rng.normal(size=counts.shape), 0) / np.sqrt(counts.sum())).astype(np.float32)
+        weights[key] = (
+            np.where(counts, rng.normal(size=counts.shape), 0) / np.sqrt(counts.sum())
+        ).astype(np.float32)
     return weights
 
 
@@ -148,9 +183,13 @@ def generate(model, prompt: dict[str, np.ndarray]) -> np.ndarray:
         logits = model(**given, decoder_input_ids=out[:, :-1]).logits
     else:
         mask = torch.cat([given["attention_mask"], torch.ones_like(new)], dim=1)[:, :-1]
-        logits = model(out[:, :-1], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        logits = model(
+            out[:, :-1], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).logits
     best = logits[:, -GENERATED:].topk(2)
-    assert torch.equal(best.indices[..., 0], new), "step by step it generates something else than at once"
+    assert torch.equal(best.indices[..., 0], new), (
+        "step by step it generates something else than at once"
+    )
     gap = (best.values[..., 0] - best.values[..., 1]).min().item()
     assert gap > 1e-4, f"two tokens lie {gap:.1e} apart: choose another seed"
     return new.numpy()
@@ -159,5 +198,10 @@ def generate(model, prompt: dict[str, np.ndarray]) -> np.ndarray:
 def rotations(config) -> np.ndarray:
     """What every LSH layer hashes float64 vectors with: each sets the seed anew."""
     torch.manual_seed(config.hash_seed)
-    shape = (config.num_attention_heads, config.attention_head_size, config.num_hashes, config.num_buckets // 2)
+    shape = (
+        config.num_attention_heads,
+        config.attention_head_size,
+        config.num_hashes,
+        config.num_buckets // 2,
+    )
     return torch.randn(shape, dtype=torch.float64).numpy()

@@ -1,6 +1,8 @@
-"""Each kernel that a GPU has, against the reference in float32: values and gradients, as `check_kernel` compares them.
+"""Each kernel that a GPU has, against the reference in float32: values and gradients, as
+`check_kernel` compares them.
 
-`make check-gpu` runs this folder. Without a GPU the same tests run on the CPU, with shorter rows and without cuDNN.
+`make check-gpu` runs this folder. Without a GPU the same tests run on the CPU, with shorter rows
+and without cuDNN.
 """
 
 import jax
@@ -18,10 +20,16 @@ ON_GPU = jax.default_backend() == "gpu"
 LONG = 4160 if ON_GPU else 260
 GROUPS = 4  # of cases, so that workers share them
 CALLS = [  # kernel, dtype, head width
-    ("reference", "bfloat16", 64), ("query_blocked", "bfloat16", 64), ("query_blocked", "float32", 64),
-    ("blockwise", "bfloat16", 64), ("blockwise", "float32", 128), ("cudnn", "bfloat16", 64), ("cudnn", "bfloat16", 128),
-    ("fastest", "bfloat16", 128), ("fastest", "float32", 64),
-]  # fmt: skip
+    ("reference", "bfloat16", 64),
+    ("query_blocked", "bfloat16", 64),
+    ("query_blocked", "float32", 64),
+    ("blockwise", "bfloat16", 64),
+    ("blockwise", "float32", 128),
+    ("cudnn", "bfloat16", 64),
+    ("cudnn", "bfloat16", 128),
+    ("fastest", "bfloat16", 128),
+    ("fastest", "float32", 64),
+]
 
 
 def fastest(query, key, value, call):
@@ -32,12 +40,20 @@ def fastest(query, key, value, call):
 
 FASTEST = Kernel("fastest", fastest, lambda query, key, value, call: dropped(call))
 KERNELS = {
-    "reference": REFERENCE, "query_blocked": QUERY_BLOCKED, "blockwise": BLOCKWISE, "cudnn": CUDNN, "fastest": FASTEST,
-}  # fmt: skip
+    "reference": REFERENCE,
+    "query_blocked": QUERY_BLOCKED,
+    "blockwise": BLOCKWISE,
+    "cudnn": CUDNN,
+    "fastest": FASTEST,
+}
 LONG_CASES = (
-    Case("causal", T=LONG, S=LONG), Case("causal segments", T=LONG, S=LONG), Case("causal window", T=LONG, S=LONG),
-    Case("full", T=LONG, S=LONG - 1), Case("causal", T=1, S=LONG), Case("lengths", T=LONG, S=LONG, heads=(4, 4)),
-)  # fmt: skip
+    Case("causal", T=LONG, S=LONG),
+    Case("causal segments", T=LONG, S=LONG),
+    Case("causal window", T=LONG, S=LONG),
+    Case("full", T=LONG, S=LONG - 1),
+    Case("causal", T=1, S=LONG),
+    Case("lengths", T=LONG, S=LONG, heads=(4, 4)),
+)
 
 
 def dropped(call):
@@ -56,7 +72,14 @@ def kernel_of(name, dtype):
 @pytest.mark.parametrize(("name", "dtype", "width"), CALLS)
 def test_it_is_the_reference(name, dtype, width, group):
     kernel = kernel_of(name, dtype)
-    check_kernel(kernel, cases=CASES[group::GROUPS], draws=2, seed=group, dtype=jnp.dtype(dtype), head_width=width)
+    check_kernel(
+        kernel,
+        cases=CASES[group::GROUPS],
+        draws=2,
+        seed=group,
+        dtype=jnp.dtype(dtype),
+        head_width=width,
+    )
 
 
 @pytest.mark.parametrize("group", range(2))

@@ -1,4 +1,5 @@
-"""Models on a GPU compute what they compute on a CPU: logits, gradients, decoding, weights of 8 bits."""
+"""Models on a GPU compute what they compute on a CPU: logits, gradients, decoding, weights of 8
+bits."""
 
 from functools import partial
 
@@ -10,18 +11,30 @@ import pytest
 from jaxformer import decoding, models, zoo
 from jaxformer.models import EncoderDecoder
 from jaxformer.sharding import platform
-from tests.decoding.test_cache import CONFIGS, FAMILIES, SCHEDULES, SOURCE, TOKENS, decode, drawn, small
+from tests.decoding.test_cache import (
+    CONFIGS,
+    FAMILIES,
+    SCHEDULES,
+    SOURCE,
+    TOKENS,
+    decode,
+    drawn,
+    small,
+)
 
 pytestmark = pytest.mark.gpu
 
-ENCODERS = {name: small(zoo.PRESETS[name]) for name in ("bert_base", "roberta_base", "performer_base")}
+ENCODERS = {
+    name: small(zoo.PRESETS[name]) for name in ("bert_base", "roberta_base", "performer_base")
+}
 MODELS = CONFIGS | FAMILIES | ENCODERS
 # With products of float32 (not TF32), sums in another order; some layers deep, weights of order one
 TOLERANCE = 1e-4
 
 
 def close(found, expected, tolerance=TOLERANCE):
-    """Both trees, relative to the largest number of the tree: the gradient of a key's bias is zero but for rounding."""
+    """Both trees, relative to the largest number of the tree: the gradient of a key's bias is zero
+    but for rounding."""
     largest = max(float(np.abs(leaf).max(initial=0)) for leaf in jax.tree.leaves(expected))
 
     def compare(x, y):
@@ -34,7 +47,9 @@ def close(found, expected, tolerance=TOLERANCE):
 
 def logits_and_gradients(config, params):
     """On the device that is the default one."""
-    source = {"source": jnp.asarray(np.asarray(SOURCE))} if isinstance(config, EncoderDecoder) else {}
+    source = (
+        {"source": jnp.asarray(np.asarray(SOURCE))} if isinstance(config, EncoderDecoder) else {}
+    )
 
     @jax.jit
     def run(params, tokens, source):
@@ -62,7 +77,10 @@ def test_a_model_computes_what_it_computes_on_a_cpu(name):
         close(one, other)
 
 
-@pytest.mark.parametrize("name", ["layers in turn", "bigbird", "in turn", "gpt2_small", "llama_7b", "mistral_7b", "t5_small"])
+@pytest.mark.parametrize(
+    "name",
+    ["layers in turn", "bigbird", "in turn", "gpt2_small", "llama_7b", "mistral_7b", "t5_small"],
+)
 def test_decoding_equals_the_forward_pass(name):
     config = MODELS[name]
     source = {"source": SOURCE} if isinstance(config, EncoderDecoder) else {}
@@ -79,12 +97,16 @@ def test_weights_of_8_bits_decode_as_on_a_cpu(name, dtype):
     config = FAMILIES[name]
 
     def logits():
-        params = decoding.prepare(config, decoding.quantize(config, drawn(config)), jnp.dtype(dtype))
+        params = decoding.prepare(
+            config, decoding.quantize(config, drawn(config)), jnp.dtype(dtype)
+        )
         tokens = jnp.asarray(TOKENS[:, :5])
         first, state = decoding.prefill(
             config, params, tokens, decoding.init_cache(config, len(TOKENS), 16, dtype), dtype=dtype
         )
-        second, _ = decoding.decode_step(config, params, jnp.asarray(TOKENS[:, 5:6]), state, dtype=dtype)
+        second, _ = decoding.decode_step(
+            config, params, jnp.asarray(TOKENS[:, 5:6]), state, dtype=dtype
+        )
         return np.asarray(first, np.float64), np.asarray(second, np.float64)
 
     drawn.cache_clear()  # its arrays are on the device of the first call
@@ -106,7 +128,9 @@ def test_bfloat16_stays_near_float32(name):
     run = jax.jit(models.apply, static_argnums=0, static_argnames="dtype")
     with jax.default_matmul_precision("highest"):
         exact = run(config, drawn(config), jnp.asarray(TOKENS), **source).logits
-    rounded = run(config, drawn(config), jnp.asarray(TOKENS), dtype=jnp.dtype("bfloat16"), **source).logits
+    rounded = run(
+        config, drawn(config), jnp.asarray(TOKENS), dtype=jnp.dtype("bfloat16"), **source
+    ).logits
     exact, rounded = np.asarray(exact, np.float64), np.asarray(rounded, np.float64)
     # 2^-8 a rounding, a dozen in a row, and weights here are large (standard deviation 0.5)
     assert np.linalg.norm(rounded - exact) <= 0.1 * np.linalg.norm(exact)

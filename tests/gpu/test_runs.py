@@ -15,7 +15,11 @@ pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 # on a GPU, sums of scattered rows and cuDNN's backward pass have no fixed order of their own accord
-DETERMINISTIC = {"XLA_FLAGS": "--xla_gpu_exclude_nondeterministic_ops=true"} if jax.default_backend() == "gpu" else {}
+DETERMINISTIC = (
+    {"XLA_FLAGS": "--xla_gpu_exclude_nondeterministic_ops=true"}
+    if jax.default_backend() == "gpu"
+    else {}
+)
 WIDTH = 256 if jax.default_backend() == "gpu" else 32
 EXPERIMENT = f"""
 from jaxformer.data.sources import Stdlib
@@ -25,9 +29,21 @@ from jaxformer.training import Checkpoints, Experiment
 experiment = Experiment(
     name="tiny",
     model=ModelConfig(
-        vocab_size=256, num_layers=4, d_model={WIDTH}, num_heads=4, context_length=128, dropout_rate=0.1, positions=Rope(),
+        vocab_size=256,
+        num_layers=4,
+        d_model={WIDTH},
+        num_heads=4,
+        context_length=128,
+        dropout_rate=0.1,
+        positions=Rope(),
     ),
-    data=Stdlib(), steps=24, batch_size=16, log_every=1, eval_every=24, eval_examples=32, final_examples=32,
+    data=Stdlib(),
+    steps=24,
+    batch_size=16,
+    log_every=1,
+    eval_every=24,
+    eval_examples=32,
+    final_examples=32,
     checkpoints=Checkpoints(every=8),
 )
 """
@@ -42,10 +58,22 @@ train(Path(folder), {"tiny": file}, *options, stop=stop)
 
 
 def start(folder: Path, *options: str, stop: dict[str, int] | None = None) -> subprocess.Popen:
-    """A run by the command, in a process that has no program of an earlier one: it chooses its algorithms anew."""
-    variables = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": str(ROOT)} | DETERMINISTIC
+    """A run by the command, in a process that has no program of an earlier one: it chooses its
+    algorithms anew."""
+    variables = (
+        os.environ
+        | {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": str(ROOT)}
+        | DETERMINISTIC
+    )
     command = [sys.executable, "-c", TRAIN, json.dumps([str(folder), EXPERIMENT, options, stop])]
-    return subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    return subprocess.Popen(
+        command,
+        env=variables,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
 
 
 def finish(*runs: subprocess.Popen) -> None:

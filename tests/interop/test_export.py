@@ -22,15 +22,25 @@ from jaxformer.interop import export
 from jaxformer.models import Classification, EncoderDecoder, ModelConfig, Patches
 from jaxformer.ops.positions import Rope
 
-GPT = ModelConfig(vocab_size=13, num_layers=2, d_model=8, num_heads=2, context_length=12, d_ff=12, init_std=0.3)
-LLAMA = replace(GPT, positions=Rope(), num_kv_heads=1, masks=(masks.causal() & masks.window(3), masks.causal()))
+GPT = ModelConfig(
+    vocab_size=13, num_layers=2, d_model=8, num_heads=2, context_length=12, d_ff=12, init_std=0.3
+)
+LLAMA = replace(
+    GPT, positions=Rope(), num_kv_heads=1, masks=(masks.causal() & masks.window(3), masks.causal())
+)
 BERT = replace(GPT, masks=(masks.full(),))
 PAIR = EncoderDecoder(replace(BERT, heads=()), replace(GPT, context_length=9))
 VIT = replace(
-    GPT, vocab_size=0, context_length=5, embedding=Patches((4, 4), (2, 2), 3), masks=(masks.full(),),
+    GPT,
+    vocab_size=0,
+    context_length=5,
+    embedding=Patches((4, 4), (2, 2), 3),
+    masks=(masks.full(),),
     heads=(Classification(3, pooler=None),),
-)  # fmt: skip
-CAPTIONS = EncoderDecoder(replace(VIT, heads=()), replace(GPT, context_length=9), share_embeddings=False)
+)
+CAPTIONS = EncoderDecoder(
+    replace(VIT, heads=()), replace(GPT, context_length=9), share_embeddings=False
+)
 IMAGES = np.random.default_rng(2).normal(size=(3, 4, 4, 3)).astype(np.float32)
 
 
@@ -44,7 +54,10 @@ def open_sizes():
 
 def drawn(config, dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 0.3, a.shape), dtype), params.abstract(models.spec(config)))
+    return jax.tree.map(
+        lambda a: jnp.asarray(rng.normal(0, 0.3, a.shape), dtype),
+        params.abstract(models.spec(config)),
+    )
 
 
 def tokens(*shape):
@@ -59,7 +72,9 @@ def load(folder):
 
 def close(a, b):
     """Float32 sums of some ten terms in another order: XLA fuses the exported program by itself."""
-    np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-5
+    )
 
 
 ELSEWHERE = """
@@ -85,13 +100,17 @@ np.savez(folder / "results.npz", **results)
 def test_another_process_without_this_package_has_the_same_logits_and_gradients(tmp_path):
     weights = drawn(LLAMA)
     export.save(tmp_path / "gpt", LLAMA, weights, vjp_order=1)
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE, tmp_path / "gpt"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, tmp_path / "gpt"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     results = np.load(tmp_path / "gpt" / "results.npz")
     for batch, length in ((2, 7), (5, 12)):
         read = jnp.asarray(tokens(batch, length))
         close(results[f"logits{batch}"], models.apply(LLAMA, weights, read).logits)
-        gradient = jax.grad(lambda w, read: (models.apply(LLAMA, w, read).logits ** 2).sum())(weights, read)
+        gradient = jax.grad(lambda w, read: (models.apply(LLAMA, w, read).logits ** 2).sum())(
+            weights, read
+        )
         close(results[f"grad{batch}"], gradient["embedding"]["tokens"])
 
 
@@ -105,33 +124,52 @@ def test_a_saved_program_is_a_function_of_tokens(tmp_path, dtype):
         np.testing.assert_allclose(  # bfloat16 has 8 bits: fused otherwise, a rounding more or less
             np.asarray(forward(tokens(*shape)), np.float32),
             np.asarray(models.apply(GPT, weights, jnp.asarray(tokens(*shape))).logits, np.float32),
-            rtol=1e-5 if dtype == jnp.float32 else 0.05, atol=1e-5 if dtype == jnp.float32 else 0.05,
-        )  # fmt: skip
+            rtol=1e-5 if dtype == jnp.float32 else 0.05,
+            atol=1e-5 if dtype == jnp.float32 else 0.05,
+        )
     for wrong in (tokens(1, 13), tokens(1, 0), tokens(3), tokens(1, 3).astype(np.float32)):
-        with pytest.raises(ValueError, match=r"refining shapes|shapes do not match|(Rank|Dtype) mismatch for args\[1\]"):
+        with pytest.raises(
+            ValueError,
+            match=r"refining shapes|shapes do not match|(Rank|Dtype) mismatch for args\[1\]",
+        ):
             forward(wrong)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["pair", "captions", "vit", "bert", "headless", "long", "performer"])
+@pytest.mark.parametrize(
+    "case", ["pair", "captions", "vit", "bert", "headless", "long", "performer"]
+)
 def test_every_kind_of_model(tmp_path, case):
     config, given, options = {
         "pair": (PAIR, (tokens(3, 4), tokens(3, 6)), {}),
         "captions": (CAPTIONS, (tokens(3, 5), IMAGES), {"batch": 3}),
         "vit": (VIT, (IMAGES,), {"batch": 3}),
-        "bert": (BERT, (tokens(3, 6), np.repeat([[1, 1, 1, 2, 2, 0]], 3, 0).astype(np.int32)),
-                 {"inputs": ("segment_ids",), "length": 6}),
+        "bert": (
+            BERT,
+            (tokens(3, 6), np.repeat([[1, 1, 1, 2, 2, 0]], 3, 0).astype(np.int32)),
+            {"inputs": ("segment_ids",), "length": 6},
+        ),
         "headless": (replace(GPT, heads=()), (tokens(3, 4),), {}),
         "long": (replace(GPT, context_length=600), (tokens(2, 600),), {"length": 600, "batch": 2}),
-        "performer": (replace(GPT, mixer=zoo.Performer(features=8)), (tokens(2, 8),), {"length": 8}),
-    }[case]  # fmt: skip
+        "performer": (
+            replace(GPT, mixer=zoo.Performer(features=8)),
+            (tokens(2, 8),),
+            {"length": 8},
+        ),
+    }[case]
     weights = drawn(config)
     export.save(tmp_path / "model", config, weights, **options)
     names = {"pair": ("source",), "captions": ("source",), "bert": ("segment_ids",)}.get(case, ())
     rest = dict(zip(names, map(jnp.asarray, given[1:]), strict=True))
     output = models.apply(config, weights, jnp.asarray(given[0]), **rest)
-    close(load(tmp_path / "model")(*given), output.hidden if output.logits is None else output.logits)
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["platforms"] == ["cpu", "tpu", "cuda"]
+    close(
+        load(tmp_path / "model")(*given), output.hidden if output.logits is None else output.logits
+    )
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["platforms"] == [
+        "cpu",
+        "tpu",
+        "cuda",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +199,13 @@ def test_mistakes_are_answered_at_the_door(tmp_path, options, says):
 )
 def test_each_stack_takes_what_its_embedding_reads(tmp_path, config, arguments):
     found = export._arguments(config, None, None, (), np.float32)
-    shapes = {name: tuple(size if isinstance(size, int) else str(size) for size in a.shape) for name, a in found.items()}
-    assert shapes == arguments and all((a.dtype == np.int32) == (a.ndim == 2) for a in found.values())
+    shapes = {
+        name: tuple(size if isinstance(size, int) else str(size) for size in a.shape)
+        for name, a in found.items()
+    }
+    assert shapes == arguments and all(
+        (a.dtype == np.int32) == (a.ndim == 2) for a in found.values()
+    )
     if ("b", 4, 4, 3) in arguments.values():  # patches are no text: none of them is padding
         with pytest.raises(ConfigError, match="source_segment_ids"):
             export.save(tmp_path / "model", config, drawn(config), inputs=("source_segment_ids",))
@@ -172,9 +215,13 @@ def test_each_stack_takes_what_its_embedding_reads(tmp_path, config, arguments):
 def test_the_arguments_are_listed_in_the_order_of_the_call(tmp_path):
     """Of a mapping in JSON the order is lost: `source` came before `tokens`."""
     order = ("segment_ids", "positions", "source_segment_ids")
-    export.save(tmp_path / "pair", PAIR, drawn(PAIR), platforms=("cpu",), batch=2, length=3, inputs=order)
+    export.save(
+        tmp_path / "pair", PAIR, drawn(PAIR), platforms=("cpu",), batch=2, length=3, inputs=order
+    )
     about = json.loads((tmp_path / "pair" / "config.json").read_text())
-    assert about["order"] == ["params", "tokens", "source", *order] and set(about["order"]) == set(about["arguments"])
+    assert about["order"] == ["params", "tokens", "source", *order] and set(about["order"]) == set(
+        about["arguments"]
+    )
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path):

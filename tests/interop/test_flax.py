@@ -1,4 +1,5 @@
-"""Our models as Flax modules and Flax's layers in our models: the same numbers, to the bit where the program is the same."""
+"""Our models as Flax modules and Flax's layers in our models: the same numbers, to the bit where
+the program is the same."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,20 +16,37 @@ from flax.training.train_state import TrainState
 from jaxformer import decoding, masks, models, params
 from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxFeedForward, FlaxMixer, as_linen, as_nnx, params_of
-from jaxformer.models import Alibi, Axial, Classification, EncoderDecoder, Learned, ModelConfig, Patches, Relative, Sinusoidal
+from jaxformer.models import (
+    Alibi,
+    Axial,
+    Classification,
+    EncoderDecoder,
+    Learned,
+    ModelConfig,
+    Patches,
+    Relative,
+    Sinusoidal,
+)
 from jaxformer.models.layer import Context
 from jaxformer.ops.positions import Rope
 
 V, T, D, N = 13, 6, 8, 2
-GPT = ModelConfig(vocab_size=V, num_layers=2, d_model=D, num_heads=N, context_length=8, d_ff=12, init_std=0.3)
+GPT = ModelConfig(
+    vocab_size=V, num_layers=2, d_model=D, num_heads=N, context_length=8, d_ff=12, init_std=0.3
+)
 T5 = EncoderDecoder(
     replace(GPT, heads=(), positions=Relative(8, 16), masks=(masks.full(),)),
     replace(GPT, positions=Relative(8, 16, bidirectional=False), dropout_rate=0.2),
 )
 VIT = replace(
-    GPT, vocab_size=0, context_length=5, embedding=Patches((4, 4), (2, 2), 3), masks=(masks.full(),),
-    heads=(Classification(3, pooler=None),), dropout_rate=0.2,
-)  # fmt: skip
+    GPT,
+    vocab_size=0,
+    context_length=5,
+    embedding=Patches((4, 4), (2, 2), 3),
+    masks=(masks.full(),),
+    heads=(Classification(3, pooler=None),),
+    dropout_rate=0.2,
+)
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, T), 0, V)
 KEY = jax.random.key(2)
@@ -48,7 +66,8 @@ def drawn(config, seed=0):
     """Any numbers of the right shapes: to draw what a model begins with is a program of its own."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype), params.abstract(models.spec(config))
+        lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype),
+        params.abstract(models.spec(config)),
     )
 
 
@@ -58,7 +77,8 @@ def assert_same(a, b):
 
 
 def program(f, *args):
-    """What XLA is given to compile: two functions with the same one agree to the bit, and nothing has to be compiled."""
+    """What XLA is given to compile: two functions with the same one agree to the bit, and nothing
+    has to be compiled."""
 
     def main(*args):
         return f(*args)
@@ -67,7 +87,9 @@ def program(f, *args):
 
 
 def loss_of(output):
-    return jnp.mean(jnp.square(output.logits)) + jnp.mean(jnp.square(output.hidden.astype(jnp.float32)))
+    return jnp.mean(jnp.square(output.logits)) + jnp.mean(
+        jnp.square(output.hidden.astype(jnp.float32))
+    )
 
 
 # outwards
@@ -91,7 +113,9 @@ def test_modules_are_the_model_to_the_bit_forward_and_backward(name):
 
     def learned(f):
         def run(tree):
-            (loss, output), grads = jax.value_and_grad(lambda tree: (loss_of(out := f(tree)), out), has_aux=True)(tree)
+            (loss, output), grads = jax.value_and_grad(
+                lambda tree: (loss_of(out := f(tree)), out), has_aux=True
+            )(tree)
             return loss, output, grads
 
         return run
@@ -114,7 +138,9 @@ def test_linen_begins_with_our_parameters():
     module = as_linen(config, param_dtype=jnp.bfloat16)
     assert module == as_linen(config, param_dtype=jnp.bfloat16)  # one compilation for both
     variables = jax.jit(module.init)(KEY, TOKENS)
-    assert_same(variables, {"params": jax.jit(partial(models.init, config, dtype=jnp.bfloat16))(KEY)})
+    assert_same(
+        variables, {"params": jax.jit(partial(models.init, config, dtype=jnp.bfloat16))(KEY)}
+    )
     abstract = jax.eval_shape(as_linen(T5).init, KEY, TOKENS, source=TOKENS)
     assert abstract == {"params": params.abstract(models.spec(T5))}
 
@@ -132,11 +158,15 @@ def test_linen_model_inside_a_linen_model():
 
     def kernels(key):
         tree = Tagger().init(key, TOKENS)["params"]
-        return [tree[f"Transformer_{i}"]["layers"]["attention"]["query"]["kernel"] for i in range(2)]
+        return [
+            tree[f"Transformer_{i}"]["layers"]["attention"]["query"]["kernel"] for i in range(2)
+        ]
 
     abstract = jax.eval_shape(Tagger().init, KEY, TOKENS)["params"]
     assert set(abstract) == {"Transformer_0", "Transformer_1", "Dense_0"}
-    assert abstract["Transformer_0"] == abstract["Transformer_1"] == params.abstract(models.spec(body))
+    assert (
+        abstract["Transformer_0"] == abstract["Transformer_1"] == params.abstract(models.spec(body))
+    )
     assert not np.allclose(*jax.jit(kernels)(KEY))  # a key of its own for each instance
     tree = drawn(body)
     dense = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), abstract["Dense_0"])
@@ -155,7 +185,9 @@ def plain_steps(config, tree, tx, steps=3):
 
     @jax.jit
     def step(tree, state):
-        loss, grads = jax.value_and_grad(lambda tree: cross_entropy(models.apply(config, tree, TOKENS).logits))(tree)
+        loss, grads = jax.value_and_grad(
+            lambda tree: cross_entropy(models.apply(config, tree, TOKENS).logits)
+        )(tree)
         updates, state = tx.update(grads, state, tree)
         return optax.apply_updates(tree, updates), state, loss
 
@@ -187,9 +219,9 @@ def test_training_through_flax_is_training_of_the_tree():
 
     @jax.jit
     def linen_step(state):
-        loss, grads = jax.value_and_grad(lambda tree: cross_entropy(state.apply_fn({"params": tree}, TOKENS).logits))(
-            state.params
-        )
+        loss, grads = jax.value_and_grad(
+            lambda tree: cross_entropy(state.apply_fn({"params": tree}, TOKENS).logits)
+        )(state.params)
         return state.apply_gradients(grads=grads), loss
 
     for loss in losses:
@@ -206,10 +238,14 @@ def test_nnx_split_merge_state_and_the_way_back():
     tree = drawn(GPT)
     model = as_nnx(GPT, tree)
     graph, state = nnx.split(model)
-    assert {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)} == set(params.paths(tree))
+    assert {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)} == set(
+        params.paths(tree)
+    )
     doubled = nnx.merge(graph, jax.tree.map(lambda a: 2 * a, state))
     assert_same(params_of(doubled), jax.tree.map(lambda a: 2 * a, tree))
-    assert graph == nnx.graphdef(as_nnx(GPT, tree)) and hash(graph) == hash(nnx.graphdef(as_nnx(GPT, tree)))
+    assert graph == nnx.graphdef(as_nnx(GPT, tree)) and hash(graph) == hash(
+        nnx.graphdef(as_nnx(GPT, tree))
+    )
     nnx.update(model, nnx.state(doubled, nnx.Param))
     assert_same(params_of(model), params_of(doubled))
     model.head = nnx.Linear(D, 3, rngs=nnx.Rngs(0))  # what a user hangs on it is not ours
@@ -242,17 +278,22 @@ def test_lora_in_place_of_a_kernel():
     @nnx.jit
     def step(model, optimizer):
         lora = nnx.DiffState(0, nnx.LoRAParam)
-        loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model(TOKENS).logits), argnums=lora)(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: cross_entropy(model(TOKENS).logits), argnums=lora
+        )(model)
         optimizer.update(model, grads)
         return loss
 
     losses = [step(model, optimizer) for _ in range(5)]
     assert losses[-1] < losses[0]
     tuned = params.paths(params_of(model))
-    changed = {path for path, leaf in params.paths(tree).items() if not np.array_equal(leaf, tuned[path])}
+    changed = {
+        path for path, leaf in params.paths(tree).items() if not np.array_equal(leaf, tuned[path])
+    }
     assert changed == {"layers/attention/query/kernel", "layers/attention/value/kernel"}
     np.testing.assert_array_equal(
-        model.layers.attention.query.kernel.kernel[...], tree["layers"]["attention"]["query"]["kernel"]
+        model.layers.attention.query.kernel.kernel[...],
+        tree["layers"]["attention"]["query"]["kernel"],
     )
 
 
@@ -267,9 +308,14 @@ def test_flaxs_own_lora_on_top_of_our_hidden_states():
             return self.head(self.body(tokens).hidden)
 
     model = Tagger(drawn(GPT), nnx.Rngs(0))
-    grads = nnx.jit(nnx.grad(lambda m: jnp.sum(m(TOKENS) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam)))(model)
+    grads = nnx.jit(
+        nnx.grad(lambda m: jnp.sum(m(TOKENS) ** 2), argnums=nnx.DiffState(0, nnx.LoRAParam))
+    )(model)
     assert {path[0] for path, _ in nnx.to_flat_state(grads)} == {"head"}
-    assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == len(jax.tree.leaves(models.spec(GPT))) + 4
+    assert (
+        len(jax.tree.leaves(nnx.state(model, nnx.Param)))
+        == len(jax.tree.leaves(models.spec(GPT))) + 4
+    )
 
 
 # inwards
@@ -296,7 +342,10 @@ class LinenMlp(linen.Module):
     @linen.compact
     def __call__(self, x, deterministic=False):
         x = linen.Dropout(self.rate)(linen.gelu(linen.Dense(12)(x)), deterministic=deterministic)
-        return linen.Dense(D, kernel_init=linen.with_logical_partitioning(linen.initializers.ones, ("mlp", "embed")))(x)
+        return linen.Dense(
+            D,
+            kernel_init=linen.with_logical_partitioning(linen.initializers.ones, ("mlp", "embed")),
+        )(x)
 
 
 def linen_mlp(module, x, context):
@@ -322,7 +371,9 @@ GUESTS: dict[str, ModelConfig] = {
 def test_flax_layers_in_a_scanned_model(name):
     config = GUESTS[name]
     tree = init(config, KEY)
-    assert_same(jax.tree.map(jnp.shape, tree), jax.tree.map(lambda leaf: leaf.shape, models.spec(config)))
+    assert_same(
+        jax.tree.map(jnp.shape, tree), jax.tree.map(lambda leaf: leaf.shape, models.spec(config))
+    )
 
     def loss(tree, tokens):
         logits = models.apply(config, tree, tokens).logits
@@ -332,7 +383,10 @@ def test_flax_layers_in_a_scanned_model(name):
     grads, logits = run(tree, TOKENS)
     for path, leaf in params.paths(grads["layers"]).items():
         # softmax does not see what all keys have in common
-        assert path == "attention/key/bias" or (np.abs(leaf).max(axis=tuple(range(1, leaf.ndim))) > 0).all(), path
+        assert (
+            path == "attention/key/bias"
+            or (np.abs(leaf).max(axis=tuple(range(1, leaf.ndim))) > 0).all()
+        ), path
     for path, leaf in params.paths(tree["layers"]).items():
         drawn = path.endswith("kernel") and np.ptp(leaf) > 0
         assert drawn == (not np.array_equal(leaf[0], leaf[1])), path
@@ -340,7 +394,9 @@ def test_flax_layers_in_a_scanned_model(name):
     np.testing.assert_array_equal(changed[:, :4], logits[:, :4])  # the guest keeps the mask
     assert not np.allclose(changed[:, 4:], logits[:, 4:])
 
-    drop = jax.jit(lambda key: models.apply(config, tree, TOKENS, dropout_key=key, dtype=jnp.bfloat16).hidden)
+    drop = jax.jit(
+        lambda key: models.apply(config, tree, TOKENS, dropout_key=key, dtype=jnp.bfloat16).hidden
+    )
     one, other = drop(KEY), drop(jax.random.key(3))
     assert one.dtype == jnp.bfloat16
     assert_same(one, drop(KEY))
@@ -354,15 +410,25 @@ def test_an_nnx_guest_drops_where_there_is_a_key():
     tree = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), spec)
     x = jnp.asarray(rng.normal(size=(2, T, D)), jnp.float32)
     up, down = tree["layers"]["0"], tree["layers"]["1"]
-    whole = np.maximum(x @ up["kernel"] + np.array(up["bias"])[None, None], 0) @ down["kernel"] + down["bias"][None, None]
+    whole = (
+        np.maximum(x @ up["kernel"] + np.array(up["bias"])[None, None], 0) @ down["kernel"]
+        + down["bias"][None, None]
+    )
     context = Context(masks.full(), jnp.arange(T)[None])
-    np.testing.assert_allclose(apply(tree, x, context).out, whole, rtol=1e-5, atol=1e-5)  # sums of 12 in float32
-    outs = [apply(tree, x, replace(context, dropout_key=key)).out for key in (KEY, jax.random.PRNGKey(2))]
+    np.testing.assert_allclose(
+        apply(tree, x, context).out, whole, rtol=1e-5, atol=1e-5
+    )  # sums of 12 in float32
+    outs = [
+        apply(tree, x, replace(context, dropout_key=key)).out
+        for key in (KEY, jax.random.PRNGKey(2))
+    ]
     assert all(0.3 < np.mean(out == 0) < 0.7 for out in outs)  # 96 draws at 0.5: 4 deviations
     nothing = jax.tree.map(jnp.zeros_like, tree)
     nothing["layers"]["0"]["bias"] += 1.0
     nothing["layers"]["1"]["kernel"] += jnp.pad(jnp.eye(D), ((0, 4), (0, 0)))
-    kept = apply(nothing, x, replace(context, dropout_key=KEY)).out  # 4 where both keep: each stream draws its own
+    kept = apply(
+        nothing, x, replace(context, dropout_key=KEY)
+    ).out  # 4 where both keep: each stream draws its own
     assert set(np.unique(kept)) == {0, 4} and 0.1 < np.mean(kept == 4) < 0.4
 
 
@@ -371,7 +437,9 @@ def test_a_guests_own_initialisers_and_names_are_kept():
     layer = models.spec(GUESTS["linen"])["layers"]["feedforward"]["Dense_1"]["kernel"]
     assert layer.axes == ("layers", "mlp", "embed")
     np.testing.assert_array_equal(layer.init(KEY, layer.shape, jnp.float32), np.ones((2, 12, D)))
-    named = FlaxFeedForward(lambda rngs: nnx.Linear(D, D, kernel_metadata={"out_sharding": ("embed", None)}, rngs=rngs))(GPT)
+    named = FlaxFeedForward(
+        lambda rngs: nnx.Linear(D, D, kernel_metadata={"out_sharding": ("embed", None)}, rngs=rngs)
+    )(GPT)
     assert named.spec["kernel"].axes == ("embed", None) and named.spec["bias"].axes == (None,)
     deviation = np.std(init(GUESTS["nnx"], KEY)["layers"]["feedforward"]["layers"]["0"]["kernel"])
     assert 0.7 < deviation * D**0.5 < 1.3  # lecun_normal, 192 draws: 5 % off by chance
@@ -385,11 +453,14 @@ def test_flaxs_attention_as_a_mixer_is_our_attention():
     @jax.jit
     def run(tree):
         configs = GPT, *(replace(GPT, mixer=config.mixer) for config in GUESTS.values())
-        return [models.apply(config, tree, TOKENS, segment_ids=segment_ids).hidden for config in configs]
+        return [
+            models.apply(config, tree, TOKENS, segment_ids=segment_ids).hidden for config in configs
+        ]
 
     ours, *theirs = run(tree)
     for hidden in theirs:
-        # float32, one softmax of few keys, two layers; padding sees nothing, of which Flax makes an even mean
+        # float32, one softmax of few keys, two layers; padding sees nothing, of which Flax makes an
+        # even mean
         np.testing.assert_allclose(hidden[:, :5], ours[:, :5], rtol=1e-5, atol=1e-5)
 
 
@@ -428,14 +499,32 @@ def full(mask, q, kv):
 
 NORM = lambda rngs: nnx.BatchNorm(D, rngs=rngs)
 REFUSED: dict[str, tuple] = {
-    "linen state": (dict(feedforward=FlaxFeedForward(linen.BatchNorm(False))), "BatchNorm keeps batch_stats beside"),
+    "linen state": (
+        dict(feedforward=FlaxFeedForward(linen.BatchNorm(False))),
+        "BatchNorm keeps batch_stats beside",
+    ),
     "nnx state": (dict(feedforward=FlaxFeedForward(NORM)), "keeps BatchStat beside"),
-    "made already": (dict(mixer=FlaxMixer(nnx.Linear(D, D, rngs=nnx.Rngs(0)))), "give the function that makes it"),
-    "width": (dict(feedforward=FlaxFeedForward(linen.Dense(3))), r"Dense makes \(1, 8, 3\) of x \(1, 8, 8\)"),
+    "made already": (
+        dict(mixer=FlaxMixer(nnx.Linear(D, D, rngs=nnx.Rngs(0)))),
+        "give the function that makes it",
+    ),
+    "width": (
+        dict(feedforward=FlaxFeedForward(linen.Dense(3))),
+        r"Dense makes \(1, 8, 3\) of x \(1, 8, 8\)",
+    ),
     "mask unseen": (dict(mixer=FlaxMixer(linen.Dense(D))), "does not see the mask causal()"),
-    "named full": (dict(mixer=FlaxMixer(linen.Dense(D)), masks=(masks.Mask(full),)), r"not see the mask Mask\(full\)"),
-    "rope": (dict(mixer=FlaxMixer(linen.Dense(D)), positions=Rope()), "model.positions=.*build it into the layer"),
-    "softcap": (dict(mixer=FlaxMixer(linen.Dense(D)), attention_softcap=3.0), "model.attention_softcap=3.0"),
+    "named full": (
+        dict(mixer=FlaxMixer(linen.Dense(D)), masks=(masks.Mask(full),)),
+        r"not see the mask Mask\(full\)",
+    ),
+    "rope": (
+        dict(mixer=FlaxMixer(linen.Dense(D)), positions=Rope()),
+        "model.positions=.*build it into the layer",
+    ),
+    "softcap": (
+        dict(mixer=FlaxMixer(linen.Dense(D)), attention_softcap=3.0),
+        "model.attention_softcap=3.0",
+    ),
 }
 
 
@@ -452,7 +541,11 @@ def test_positions_of_the_embedding_reach_a_layer_and_no_others():
     for positions in (Learned(), Sinusoidal(), Axial((2, 4), (3, 5)), None):
         found = replace(config, positions=positions)
         shapes = params.abstract(models.spec(found))
-        assert jax.eval_shape(partial(models.apply, found), shapes, TOKENS).hidden.shape == (2, T, D)
+        assert jax.eval_shape(partial(models.apply, found), shapes, TOKENS).hidden.shape == (
+            2,
+            T,
+            D,
+        )
     for positions in (Rope(), Alibi(), Relative(8, 16), lambda config: None):
         with pytest.raises(ConfigError, match=r"model.positions=.*build it into the layer"):
             models.spec(replace(config, positions=positions))

@@ -1,4 +1,5 @@
-"""Folders of weights: what we write others read and the other way round; what is damaged gets one line of answer."""
+"""Folders of weights: what we write others read and the other way round; what is damaged gets one
+line of answer."""
 
 import json
 import os
@@ -24,7 +25,10 @@ CONFIG = {"model_type": "gpt2", "n_layer": 2, "id2label": {"0": "no"}}
 
 
 def listed(arrays):
-    return [(name, array.shape, array.dtype, lambda array=array: array) for name, array in arrays.items()]
+    return [
+        (name, array.shape, array.dtype, lambda array=array: array)
+        for name, array in arrays.items()
+    ]
 
 
 def random(rng, dtype, shape):
@@ -36,7 +40,11 @@ def random(rng, dtype, shape):
 def some_arrays(rng=None):
     rng = rng or np.random.default_rng(0)
     shapes = {"matrix": (3, 5), "scalar": (), "none": (0, 4), "deep": (1, 2, 1, 3, 1, 2)}
-    return {f"{code}.{kind}": random(rng, DTYPES[code], shape) for code in DTYPES for kind, shape in shapes.items()}
+    return {
+        f"{code}.{kind}": random(rng, DTYPES[code], shape)
+        for code in DTYPES
+        for kind, shape in shapes.items()
+    }
 
 
 def assert_same(checkpoint, arrays):
@@ -44,7 +52,11 @@ def assert_same(checkpoint, arrays):
     for name, array in arrays.items():
         assert checkpoint.names[name] == (array.shape, array.dtype.name)
         back = checkpoint.read(name)
-        assert back.dtype == array.dtype and back.shape == array.shape and back.tobytes() == array.tobytes()
+        assert (
+            back.dtype == array.dtype
+            and back.shape == array.shape
+            and back.tobytes() == array.tobytes()
+        )
 
 
 # Round trips
@@ -61,12 +73,21 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
         if name != "__metadata__":  # who maps the file needs tensors at a multiple of their width
             assert (begin + entry["data_offsets"][0]) % DTYPES[entry["dtype"]].itemsize == 0
     assert checkpoint.config == CONFIG and checkpoint.folder == tmp_path / "new" / "model"
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["config.json", "model", "model.safetensors", "new"]
-    assert (checkpoint.folder / "config.json").read_text() == json.dumps(CONFIG, indent=2, sort_keys=True) + "\n"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "config.json",
+        "model",
+        "model.safetensors",
+        "new",
+    ]
+    assert (checkpoint.folder / "config.json").read_text() == json.dumps(
+        CONFIG, indent=2, sort_keys=True
+    ) + "\n"
 
 
 named = st.dictionaries(
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda name: name != "__metadata__"),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(
+        lambda name: name != "__metadata__"
+    ),
     st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=4)),
     max_size=6,
 )
@@ -77,20 +98,26 @@ named = st.dictionaries(
 @given(named, st.integers(1, 200), st.integers(0, 2**32 - 1))
 def test_any_names_shapes_and_shard_sizes_come_back(kinds, shard_bytes, seed):
     rng = np.random.default_rng(seed)
-    arrays = {name: random(rng, DTYPES[code], tuple(shape)) for name, (code, shape) in kinds.items()}
+    arrays = {
+        name: random(rng, DTYPES[code], tuple(shape)) for name, (code, shape) in kinds.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(f"{folder}/model", CONFIG, listed(arrays), shard_bytes)
         assert_same(open_checkpoint(f"{folder}/model"), arrays)
 
 
 def test_shards_hold_no_more_than_they_may_and_the_index_names_all(tmp_path):
-    arrays = {f"layer.{i}": np.full((i + 1, 5), i, np.float32) for i in range(9)} | {"last": np.ones(1, np.int8)}
+    arrays = {f"layer.{i}": np.full((i + 1, 5), i, np.float32) for i in range(9)} | {
+        "last": np.ones(1, np.int8)
+    }
     save_checkpoint(tmp_path / "model", CONFIG, listed(arrays), shard_bytes=200)
     assert_same(open_checkpoint(tmp_path / "model"), arrays)
     index = json.loads((tmp_path / "model" / weights.INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in arrays.values())
     files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+    ]
     for file in files:
         there = [arrays[name].nbytes for name in arrays if index["weight_map"][name] == file]
         assert sum(there) <= 200 or len(there) == 1  # 180 + 21 bytes do not fit into one
@@ -100,7 +127,9 @@ def test_of_a_tensor_in_two_files_the_index_says_which_counts(tmp_path):
     arrays = {name: np.full(50, i, np.float32) for i, name in enumerate("abc")}
     save_checkpoint(tmp_path / "model", CONFIG, listed(arrays), shard_bytes=200)
     stale = {"a": np.full(50, 9, np.float32), "c": arrays["c"]}
-    weights.save_file(stale, tmp_path / "model" / "model-00003-of-00003.safetensors", {"format": "pt"})
+    weights.save_file(
+        stale, tmp_path / "model" / "model-00003-of-00003.safetensors", {"format": "pt"}
+    )
     assert_same(open_checkpoint(tmp_path / "model"), arrays)
 
 
@@ -112,7 +141,9 @@ def test_two_tensors_of_one_name_are_not_written(tmp_path):
 
 
 def test_a_transposed_array_is_written_in_its_own_order(tmp_path):
-    arrays = {"kernel": np.arange(3_000_000, dtype=np.float32).reshape(1000, 3000).T}  # several slabs
+    arrays = {
+        "kernel": np.arange(3_000_000, dtype=np.float32).reshape(1000, 3000).T
+    }  # several slabs
     save_checkpoint(tmp_path / "model", CONFIG, listed(arrays))
     assert_same(open_checkpoint(tmp_path / "model"), arrays)
 
@@ -132,12 +163,17 @@ def test_the_safetensors_package_reads_what_we_write(tmp_path):
         assert set(file.keys()) == set(arrays)
         for name, array in arrays.items():
             assert file.get_tensor(name).tobytes() == array.tobytes(), name
-            assert file.get_tensor(name).dtype == array.dtype and file.get_tensor(name).shape == array.shape
+            assert (
+                file.get_tensor(name).dtype == array.dtype
+                and file.get_tensor(name).shape == array.shape
+            )
 
 
 def test_we_read_what_the_safetensors_package_writes(tmp_path):
     arrays = {name: np.ascontiguousarray(array) for name, array in some_arrays().items()}
-    arrays = {name: array.reshape(()) if "scalar" in name else array for name, array in arrays.items()}
+    arrays = {
+        name: array.reshape(()) if "scalar" in name else array for name, array in arrays.items()
+    }
     save_file(arrays, tmp_path / weights.SINGLE, {"format": "pt", "any": "text"})
     (tmp_path / "config.json").write_text("{}")
     assert_same(open_checkpoint(tmp_path), arrays)
@@ -182,9 +218,15 @@ HEADERS = {  # file's bytes, what the answer says
     "long integer": (raw(b'{"a":' + b"9" * 5000 + b"}"), "JSON"),
     "half a surrogate": (raw(b'{"\\ud800":{}}'), "JSON"),
     "beyond the file": (raw({"a": tensor(shape=[4], end=16)}, EIGHT), "cut short"),
-    "overlap": (raw({"a": tensor(), "b": tensor(begin=4, end=12)}, EIGHT + b"1234"), "invalid offset for tensor `b`"),
+    "overlap": (
+        raw({"a": tensor(), "b": tensor(begin=4, end=12)}, EIGHT + b"1234"),
+        "invalid offset for tensor `b`",
+    ),
     "same bytes twice": (raw({"a": tensor(), "b": tensor()}, EIGHT), "invalid offset"),
-    "hole": (raw({"a": tensor(), "b": tensor(begin=12, end=20)}, EIGHT * 3), "invalid offset for tensor `b`"),
+    "hole": (
+        raw({"a": tensor(), "b": tensor(begin=12, end=20)}, EIGHT * 3),
+        "invalid offset for tensor `b`",
+    ),
     "hole at the start": (raw({"a": tensor(begin=4, end=12)}, EIGHT + b"1234"), "invalid offset"),
     "too long": (raw({"a": tensor()}, EIGHT + b"#!/bin/sh"), "not fully covered"),
     "begin after end": (raw({"a": tensor(begin=8, end=0)}, EIGHT), "invalid offset for tensor `a`"),
@@ -194,7 +236,10 @@ HEADERS = {  # file's bytes, what the answer says
     "unknown dtype": (raw({"a": tensor("F4", [16])}, EIGHT), "F4; we read .*BF16"),
     "no dtype": (raw({"a": tensor([])}, EIGHT), "invalid type"),
     "shape overflows": (raw({"a": tensor(shape=[2**32, 2**32], end=0)}), "overflow"),
-    "shape wraps to its size": (raw({"a": tensor(shape=[2**62 + 1, 4, 1], end=16)}, EIGHT * 2), "overflow"),
+    "shape wraps to its size": (
+        raw({"a": tensor(shape=[2**62 + 1, 4, 1], end=16)}, EIGHT * 2),
+        "overflow",
+    ),
     "empty shape overflows": (raw({"a": tensor(shape=[2**62, 2**62, 0], end=0)}), "overflow"),
     "negative axis": (raw({"a": tensor(shape=[-2])}, EIGHT), "integer `-2`"),
     "axis 2.0": (raw({"a": tensor(shape=[2.0])}, EIGHT), "floating point `2.0`"),
@@ -204,7 +249,10 @@ HEADERS = {  # file's bytes, what the answer says
     "three offsets": (raw({"a": tensor() | {"data_offsets": [0, 8, 8]}}, EIGHT), "invalid JSON"),
     "no offsets": (raw({"a": {"dtype": "F32", "shape": [2]}}, EIGHT), "data_offsets"),
     "tensor a number": (raw({"a": 5}, EIGHT), "integer `5`"),
-    "metadata no text": (raw({"__metadata__": {"a": 1}, "a": tensor()}, EIGHT), "expected a string"),
+    "metadata no text": (
+        raw({"__metadata__": {"a": 1}, "a": tensor()}, EIGHT),
+        "expected a string",
+    ),
     "long name": (raw({"a" * 100_000: 5}), "integer `5`"),
     "name with lines": (raw({"a\n\x1b[2Jb": 5}), "integer `5`"),
 }
@@ -266,24 +314,42 @@ def other_kind(name, make):
 
 
 FOLDERS = {  # what happens to a good folder, what the answer says
-    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: its JSON.*No such file"),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "config.json: its JSON.*No such file",
+    ),
     "config no json": (put("config.json", "model_type: gpt2"), "config.json: its JSON"),
-    "config no utf-8": (lambda folder: (folder / "config.json").write_bytes(b'{"a": "\xff"}'), "config.json: its JSON"),
+    "config no utf-8": (
+        lambda folder: (folder / "config.json").write_bytes(b'{"a": "\xff"}'),
+        "config.json: its JSON",
+    ),
     "config a list": (put("config.json", "[]"), "config.json: expected a JSON object"),
     "config empty": (put("config.json", ""), "config.json: its JSON"),
     "config nested": (put("config.json", '{"a":' * 100_000), "config.json: its JSON"),
     "config a folder": (other_kind("config.json", Path.mkdir), "config.json: .*regular file"),
     "file a folder": (other_kind(weights.SINGLE, Path.mkdir), "model.safetensors: cannot be read"),
-    "file a device": (other_kind(weights.SINGLE, lambda path: path.symlink_to("/dev/zero")), "cannot be read"),
-    "file a link to nothing": (other_kind(weights.SINGLE, lambda path: path.symlink_to("../gone")), "No such file"),
-    "file a link to itself": (other_kind(weights.SINGLE, lambda path: path.symlink_to(path)), "symbolic links"),
+    "file a device": (
+        other_kind(weights.SINGLE, lambda path: path.symlink_to("/dev/zero")),
+        "cannot be read",
+    ),
+    "file a link to nothing": (
+        other_kind(weights.SINGLE, lambda path: path.symlink_to("../gone")),
+        "No such file",
+    ),
+    "file a link to itself": (
+        other_kind(weights.SINGLE, lambda path: path.symlink_to(path)),
+        "symbolic links",
+    ),
     "index no json": (put(weights.INDEX, "{"), "index.json: its JSON"),
     "index a list": (put(weights.INDEX, "[]"), "index.json: expected a JSON object"),
     "index without a map": (put(weights.INDEX, "{}"), "no weight_map"),
     "index with a list": (put(weights.INDEX, '{"weight_map": ["a"]}'), "no weight_map"),
     "index of nothing": (put(weights.INDEX, '{"weight_map": {}}'), "no weight_map"),
     "index of a number": (mapped({"a": 1}), "missing: '1'"),
-    "shard missing": (lambda folder: (folder / SECOND).unlink(), f"1 of 2 files are missing: '{SECOND}'"),
+    "shard missing": (
+        lambda folder: (folder / SECOND).unlink(),
+        f"1 of 2 files are missing: '{SECOND}'",
+    ),
     "shard above the folder": (mapped({"a": "../model/" + FIRST}), r"missing: '\.\./model"),
     "shard with a root": (mapped({"a": "/etc/x.safetensors"}), "missing: '/etc"),
     "shard below the folder": (mapped({"a": "x/y.safetensors"}), "missing: 'x/y"),
@@ -294,7 +360,10 @@ FOLDERS = {  # what happens to a good folder, what the answer says
         lambda folder: shutil.copy(folder / FIRST, folder / SECOND),
         "lists 'b', which no file has",
     ),
-    "a shard and no index": (lambda folder: (folder / weights.INDEX).unlink(), f"neither .*'{FIRST}'"),
+    "a shard and no index": (
+        lambda folder: (folder / weights.INDEX).unlink(),
+        f"neither .*'{FIRST}'",
+    ),
 }
 
 
@@ -306,13 +375,24 @@ def test_a_damaged_folder_is_refused(model, case):
 
 
 @pytest.mark.parametrize(
-    "file", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "m.pt", "m.pth", "consolidated.00.pth"]
+    "file",
+    [
+        "pytorch_model.bin",
+        "pytorch_model-00001-of-00002.bin",
+        "m.pt",
+        "m.pth",
+        "consolidated.00.pth",
+    ],
 )
 def test_pickles_are_refused_unread(tmp_path, file):
     (tmp_path / "config.json").write_text("{}")
     os.mkfifo(tmp_path / file)  # would hang whoever opens it
     message = refused(tmp_path, "runs whatever code")
-    assert file in message and "safe_serialization=True" in message and "safetensors/convert" in message
+    assert (
+        file in message
+        and "safe_serialization=True" in message
+        and "safetensors/convert" in message
+    )
     save_checkpoint(tmp_path / "good", {}, listed({"a": np.ones(2)}))
     shutil.copy(tmp_path / "good" / weights.SINGLE, tmp_path)
     assert set(open_checkpoint(tmp_path).names) == {"a"}  # beside safetensors they do not matter
@@ -339,7 +419,9 @@ def test_what_may_not_be_read(what):
     user = os.geteuid()
     try:
         folder.chmod(0o755)
-        save_checkpoint(folder / "model", CONFIG, listed({"a": np.ones(2), "b": np.ones(2)}), shard_bytes=16)
+        save_checkpoint(
+            folder / "model", CONFIG, listed({"a": np.ones(2), "b": np.ones(2)}), shard_bytes=16
+        )
         (folder / "model" / what).chmod(0)
         os.seteuid(user or 65534)  # root may read everything
         refused(folder / "model", "Permission denied")
@@ -351,9 +433,14 @@ def test_what_may_not_be_read(what):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_flipped_and_missing_bytes(tmp_path, seed):
-    """300 damaged files: refused, or exactly what the safetensors package sees. (A changed letter of a name is valid.)"""
+    """300 damaged files: refused, or exactly what the safetensors package sees. (A changed letter
+    of a name is valid.)"""
     rng = np.random.default_rng(seed)
-    arrays = {name: array for name, array in some_arrays(rng).items() if "matrix" in name or "scalar" in name}
+    arrays = {
+        name: array
+        for name, array in some_arrays(rng).items()
+        if "matrix" in name or "scalar" in name
+    }
     save_checkpoint(tmp_path, CONFIG, listed(arrays))
     path = tmp_path / weights.SINGLE
     good = path.read_bytes()
@@ -361,7 +448,9 @@ def test_flipped_and_missing_bytes(tmp_path, seed):
     for _ in range(100):
         bad = bytearray(good)
         for place in rng.integers(0, len(good), rng.integers(1, 4)):
-            bad[place] = rng.integers(256) if rng.random() < 0.5 else bad[place] ^ (1 << rng.integers(8))
+            bad[place] = (
+                rng.integers(256) if rng.random() < 0.5 else bad[place] ^ (1 << rng.integers(8))
+            )
         path.write_bytes(bad[: rng.integers(len(bad))] if rng.random() < 0.2 else bad)
         try:
             names = open_checkpoint(tmp_path).names
@@ -371,14 +460,20 @@ def test_flipped_and_missing_bytes(tmp_path, seed):
         accepted += 1
         with safe_open(path, "np", backend="pread") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            assert names == {name: (tuple(part.get_shape()), DTYPES[part.get_dtype()].name) for name, part in slices.items()}
+            assert names == {
+                name: (tuple(part.get_shape()), DTYPES[part.get_dtype()].name)
+                for name, part in slices.items()
+            }
     assert 5 < accepted < 95  # both ends are met
 
 
 def test_a_file_that_changes_once_it_is_open(tmp_path):
     save_checkpoint(tmp_path / "model", CONFIG, listed({"a": np.ones(2), "b": np.ones(2)}))
     checkpoint = open_checkpoint(tmp_path / "model")
-    os.truncate(tmp_path / "model" / weights.SINGLE, os.path.getsize(tmp_path / "model" / weights.SINGLE) - 1)
+    os.truncate(
+        tmp_path / "model" / weights.SINGLE,
+        os.path.getsize(tmp_path / "model" / weights.SINGLE) - 1,
+    )
     assert checkpoint.read("a").sum() == 2
     with pytest.raises((OSError, SafetensorError, ValueError)):
         checkpoint.read("b")
@@ -416,10 +511,17 @@ def test_what_is_in_the_way_stays(tmp_path):
             save_checkpoint(tmp_path / name, CONFIG, listed({"a": np.ones(2)}))
     with pytest.raises(ConfigError, match=r"^/: exists and is not an empty folder"):
         save_checkpoint("/", CONFIG, [])
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "file", "full", "thesis.tex"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "empty",
+        "file",
+        "full",
+        "thesis.tex",
+    ]
     save_checkpoint(tmp_path / "empty", CONFIG, listed({"a": np.ones(2)}))
     assert open_checkpoint(tmp_path / "empty").config == CONFIG
-    assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == stat.S_IMODE((tmp_path / "full").stat().st_mode)
+    assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == stat.S_IMODE(
+        (tmp_path / "full").stat().st_mode
+    )
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path):
@@ -427,7 +529,9 @@ def test_a_save_that_fails_leaves_nothing(tmp_path):
 
     def fails(config=CONFIG, tensors=(), error: type[Exception] = ValueError, match="."):
         with pytest.raises(error, match=match):
-            save_checkpoint(tmp_path / "model", config, [("a", (2,), "float32", lambda: ones), *tensors])
+            save_checkpoint(
+                tmp_path / "model", config, [("a", (2,), "float32", lambda: ones), *tensors]
+            )
         assert not list(tmp_path.iterdir())
 
     complexes = ("b", (2,), "complex128", lambda: ones.astype(complex))
@@ -439,7 +543,15 @@ def test_a_save_that_fails_leaves_nothing(tmp_path):
 CHILD = """
 import sys, numpy as np, os, signal
 from jaxformer.interop.safetensors import *
-def peak(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) << 10
+
+
+def peak():
+    return (
+        next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+        << 10
+    )
+
+
 folder, before = sys.argv[1], peak()
 """
 
@@ -465,7 +577,12 @@ except ConfigError as error: print(error)
 def test_a_killed_save_leaves_no_folder_and_the_next_one_tidies_up(tmp_path):
     code = """
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-save_checkpoint(folder, {}, [("a", (2,), "float32", lambda: np.ones(2, np.float32)), ("b", (2,), "float32", die)], 8)
+save_checkpoint(
+    folder,
+    {},
+    [("a", (2,), "float32", lambda: np.ones(2, np.float32)), ("b", (2,), "float32", die)],
+    8,
+)
 """
     assert child(code, tmp_path / "model").returncode == -signal.SIGKILL
     assert [path.name for path in tmp_path.iterdir()] == ["model.unfinished"]
@@ -487,10 +604,16 @@ def grown(code, *arguments):
 
 @pytest.mark.thorough
 def test_one_file_is_in_memory_at_a_time(tmp_path):
-    """200 MB in tensors of 34 and 64 MB (glibc gives pieces above 32 MB back at once), written as transposes."""
+    """200 MB in tensors of 34 and 64 MB (glibc gives pieces above 32 MB back at once), written as
+    transposes."""
     write = """
 tensor = lambda i, n: (f"{i}", (n, 500), "float32", lambda: np.full((500, n), i, np.float32).T)
-save_checkpoint(folder, {}, [tensor(i, n) for i, n in enumerate([17_000, 32_000, 17_000, 17_000, 17_000])], 70_000_000)
+save_checkpoint(
+    folder,
+    {},
+    [tensor(i, n) for i, n in enumerate([17_000, 32_000, 17_000, 17_000, 17_000])],
+    70_000_000,
+)
 """
     read = """
 checkpoint = open_checkpoint(folder)
@@ -501,11 +624,14 @@ for name in checkpoint.names:
     check_finite(name, array)
     del array
 """
-    # beside the tensors of a file: a transpose, one byte for each number that is finite, and what the allocator keeps
+    # beside the tensors of a file: a transpose, one byte for each number that is finite, and what
+    # the allocator keeps
     assert grown(write, tmp_path / "model") < 2 * 68e6 + 12e6
     files = list((tmp_path / "model").glob("*.safetensors"))
     assert len(files) == 4 and 199e6 < sum(file.stat().st_size for file in files) < 201e6
-    assert grown(read.replace("    check_finite(name, array)\n", ""), tmp_path / "model") < 1.2 * 64e6
+    assert (
+        grown(read.replace("    check_finite(name, array)\n", ""), tmp_path / "model") < 1.2 * 64e6
+    )
     assert grown(read, tmp_path / "model") < 1.25 * 64e6 + 12e6
 
 
@@ -557,7 +683,13 @@ def test_a_name_is_asked_of_the_hub(hub, model):
 
 @pytest.mark.parametrize(
     "kind",
-    ["GatedRepoError", "RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError", "LocalEntryNotFoundError"],
+    [
+        "GatedRepoError",
+        "RepositoryNotFoundError",
+        "RevisionNotFoundError",
+        "HFValidationError",
+        "LocalEntryNotFoundError",
+    ],
 )
 def test_what_the_hub_refuses_is_one_line(hub, kind):
     error = getattr(hub.errors, kind)

@@ -1,7 +1,9 @@
-"""A page of the book that fills a joint: its files train from an empty folder, survive a kill, and run on eight devices.
+"""A page of the book that fills a joint: its files train from an empty folder, survive a kill, and
+run on eight devices.
 
-A page holds one file for each block of Python with `experiment = `; the file has the name of its experiment. Blocks are
-trained in the order of the page, so a later one may begin from the run of an earlier one. A test of a page reads:
+A page holds one file for each block of Python with `experiment = `; the file has the name of its
+experiment. Blocks are trained in the order of the page, so a later one may begin from the run of an
+earlier one. A test of a page reads:
 
     PAGE = read_page("your-own-objective")
 
@@ -47,7 +49,11 @@ class Stopped(BaseException):
 def read_page(stem: str) -> dict[str, str]:
     """The files of docs/STEM.md by the name of their experiment, in the order of the page."""
     text = (ROOT / "docs" / f"{stem}.md").read_text(encoding="utf-8")
-    blocks = [block for block in BLOCK.findall(text) if re.search(r"^experiment = ", block, flags=re.MULTILINE)]
+    blocks = [
+        block
+        for block in BLOCK.findall(text)
+        if re.search(r"^experiment = ", block, flags=re.MULTILINE)
+    ]
     return {experiment_name(block): block for block in blocks}
 
 
@@ -58,9 +64,17 @@ def experiment_name(block: str) -> str:
 
 def lines_of_code(block: str) -> int:
     """Lines that are neither empty nor a comment nor a part of a docstring."""
-    lines = {number for number, line in enumerate(block.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+    lines = {
+        number
+        for number, line in enumerate(block.splitlines(), 1)
+        if line.strip() and line.strip()[0] != "#"
+    }
     for node in ast.walk(ast.parse(block)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
@@ -70,14 +84,20 @@ def assert_short(files: dict[str, str], longest: int = LONGEST) -> None:
     assert files
     for name, block in files.items():
         assert lines_of_code(block) <= longest, f"{name}: {lines_of_code(block)} lines of code"
-        assert not re.findall(r"^(?:from|import) (?:tests|experiments)\b.*", block, flags=re.MULTILINE), name
+        assert not re.findall(
+            r"^(?:from|import) (?:tests|experiments)\b.*", block, flags=re.MULTILINE
+        ), name
         assert not re.findall(r"\bjaxformer[\w.]*\._\w+|import _\w+", block), name
 
 
-def train(folder: Path, files: dict[str, str], *options: str, stop: dict[str, int] | None = None) -> None:
-    """Trains the files of a page in a folder, by the command that a user types. The folder is made if there is none.
+def train(
+    folder: Path, files: dict[str, str], *options: str, stop: dict[str, int] | None = None
+) -> None:
+    """Trains the files of a page in a folder, by the command that a user types. The folder is made
+    if there is none.
 
-    `stop` {experiment: step}: that one is killed when the step is done, before its checkpoint, and nothing follows it.
+    `stop` {experiment: step}: that one is killed when the step is done, before its checkpoint, and
+    nothing follows it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, block in files.items():
@@ -114,17 +134,25 @@ def run_of(folder: Path, name: str) -> Path:
 def leaves(run: Path) -> dict[str, str]:
     """The fingerprint of every leaf of the last state that a run saved."""
     last = max(int(name) for name in storage.list_names(run / "checkpoints") if name.isdecimal())
-    manifest = checkpoint_reader.read_manifest(checkpoint_reader.resolve(run / "checkpoints") / str(last))
+    manifest = checkpoint_reader.read_manifest(
+        checkpoint_reader.resolve(run / "checkpoints") / str(last)
+    )
     return {name: leaf["fingerprint"] for name, leaf in manifest["leaves"].items()}
 
 
 def records(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
-def assert_resumes_to_the_same_bits(files: dict[str, str], tmp_path: Path, *options: str, at: int = 7) -> Path:
-    """The last file of a page, killed at a step between two checkpoints and started again, ends as one undisturbed.
+def assert_resumes_to_the_same_bits(
+    files: dict[str, str], tmp_path: Path, *options: str, at: int = 7
+) -> Path:
+    """The last file of a page, killed at a step between two checkpoints and started again, ends as
+    one undisturbed.
 
     Returns the folder in which nothing was disturbed.
     """
@@ -134,7 +162,9 @@ def assert_resumes_to_the_same_bits(files: dict[str, str], tmp_path: Path, *opti
     shutil.copytree(whole, killed)  # what the last file begins from is the same
     train(whole, {last: files[last]}, *OPTIONS, *options)
     train(killed, {last: files[last]}, *OPTIONS, *options, stop={last: at})
-    assert max(record["step"] for record in records(run_of(killed, last))) <= at  # an evaluation has the steps done
+    assert (
+        max(record["step"] for record in records(run_of(killed, last))) <= at
+    )  # an evaluation has the steps done
     train(killed, {last: files[last]}, *OPTIONS, *options)
     expected, found = run_of(whole, last), run_of(killed, last)
     assert expected.name == found.name
@@ -144,11 +174,17 @@ def assert_resumes_to_the_same_bits(files: dict[str, str], tmp_path: Path, *opti
 
 
 def assert_same_on_eight_devices(
-    files: dict[str, str], tmp_path: Path, *options: str, whole: Path | None = None, rtol: float = 1e-5
+    files: dict[str, str],
+    tmp_path: Path,
+    *options: str,
+    whole: Path | None = None,
+    rtol: float = 1e-5,
 ) -> None:
-    """On eight simulated devices, with parameters split over all of them, every loss is that of one device.
+    """On eight simulated devices, with parameters split over all of them, every loss is that of one
+    device.
 
-    `whole` is the folder of a training on one device with the same options, where there is one already.
+    `whole` is the folder of a training on one device with the same options, where there is one
+    already.
     """
     assert jax.device_count() == 8
     if whole is None:
@@ -174,14 +210,20 @@ def answer(folder: Path, name: str, prompt: str, capsys: Any, *options: str) -> 
 
 
 def install_wheel(folder: Path) -> Path:
-    """Builds the wheel of the checkout in a folder, and installs it without its dependencies: the folder for PYTHONPATH.
+    """Builds the wheel of the checkout in a folder, and installs it without its dependencies: the
+    folder for PYTHONPATH.
 
     Without hatchling here, pip fetches it for the build.
     """
     pip = [sys.executable, "-m", "pip"]
     here = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
-    subprocess.run([*pip, "wheel", "-q", "--no-deps", *here, "-w", str(folder), str(ROOT)], check=True)
+    subprocess.run(
+        [*pip, "wheel", "-q", "--no-deps", *here, "-w", str(folder), str(ROOT)], check=True
+    )
     (wheel,) = folder.glob("*.whl")
     site = folder / "site"
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)], check=True)
+    subprocess.run(
+        [*pip, "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)],
+        check=True,
+    )
     return site

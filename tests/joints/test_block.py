@@ -24,12 +24,17 @@ from tests.joints.harness import (
 )
 
 PAGE = read_page("your-own-block")
-TINY = ModelConfig(vocab_size=13, num_layers=4, d_model=16, num_heads=2, context_length=12, init_std=0.3)
+TINY = ModelConfig(
+    vocab_size=13, num_layers=4, d_model=16, num_heads=2, context_length=12, init_std=0.3
+)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 12)), jnp.int32)
 OURS = {
-    "pre_norm": None, "post_norm": blocks.post_norm, "sandwich": blocks.sandwich, "output_norm": blocks.output_norm,
+    "pre_norm": None,
+    "post_norm": blocks.post_norm,
+    "sandwich": blocks.sandwich,
+    "output_norm": blocks.output_norm,
     "parallel": blocks.parallel,
-}  # fmt: skip
+}
 
 
 def test_the_page_is_short():
@@ -46,7 +51,8 @@ def test_each_file_of_the_page_survives_a_kill_and_runs_on_eight_devices(name, t
 
 
 def test_the_page_writes_what_the_library_has():
-    """The blocks of the page and those of the library are the same function of the same parameters."""
+    """The blocks of the page and those of the library are the same function of the same
+    parameters."""
     for name, ours in (("parallel", blocks.parallel), ("olmo2-order", blocks.output_norm)):
         scope: dict = {"__name__": "page"}
         exec(compile(PAGE[name], name, "exec"), scope)
@@ -54,7 +60,9 @@ def test_the_page_writes_what_the_library_has():
         tree = models.init(config, jax.random.key(0))
         tokens = jnp.arange(20)[None]
         expected = models.apply(replace(config, block=ours), tree, tokens).logits
-        np.testing.assert_allclose(models.apply(config, tree, tokens).logits, expected, rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(
+            models.apply(config, tree, tokens).logits, expected, rtol=1e-4, atol=2e-5
+        )
 
 
 def by_hand(name, config, tree, tokens):
@@ -93,36 +101,54 @@ def test_an_order_is_its_equation(name):
     expected = by_hand(name, config, tree, TOKENS)
     for unroll in (1, 4):
         found = models.apply(replace(config, unroll=unroll), tree, TOKENS).hidden
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)  # float32 sums in another order
+        np.testing.assert_allclose(
+            found, expected, rtol=1e-4, atol=2e-5
+        )  # float32 sums in another order
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", OURS)
 def test_an_order_works_with_dropout_recomputation_and_a_source(name):
-    """The same numbers scanned, one after another and computed again, with dropout and in a pair; and it decodes."""
+    """The same numbers scanned, one after another and computed again, with dropout and in a pair;
+    and it decodes."""
     stack = replace(TINY, block=OURS[name], dropout_rate=0.2, positions=Alibi())
     config = EncoderDecoder(replace(stack, masks=(models.config.causal(),), heads=()), stack)
     tree = models.init(config, jax.random.key(1))
 
     def gradient(**changes):
         halves = (replace(half, **changes) for half in (config.encoder, config.decoder))
-        loss = lambda p: jnp.sum(jnp.sin(models.apply(EncoderDecoder(*halves), p, TOKENS, source=TOKENS[:, ::-1], dropout_key=jax.random.key(2)).logits))  # fmt: skip # noqa: E501
+        loss = lambda p: jnp.sum(
+            jnp.sin(
+                models.apply(
+                    EncoderDecoder(*halves),
+                    p,
+                    TOKENS,
+                    source=TOKENS[:, ::-1],
+                    dropout_key=jax.random.key(2),
+                ).logits
+            )
+        )
         return jax.jit(jax.grad(loss))(tree)
 
     expected = gradient(unroll=4)
     for changes in (dict(unroll=1), dict(unroll=1, remat="full"), dict(unroll=2, remat="dots")):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-4), gradient(**changes), expected)
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-4), gradient(**changes), expected
+        )
     alone = replace(stack, dropout_rate=0.0)
     weights = models.init(alone, jax.random.key(3))
     whole = models.apply(alone, weights, TOKENS).logits
     cache = decoding.init_cache(alone, 2, 12)
     first = models.apply(alone, weights, TOKENS[:, :7], cache=cache)
     second = models.apply(alone, weights, TOKENS[:, 7:], cache=first.cache)
-    np.testing.assert_allclose(jnp.concatenate([first.logits, second.logits], axis=1), whole, rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(
+        jnp.concatenate([first.logits, second.logits], axis=1), whole, rtol=1e-4, atol=2e-5
+    )
 
 
 def streams(config, names):
-    """Two streams, of which each sub-layer reads the sum and writes one: begin and end are the block's own."""
+    """Two streams, of which each sub-layer reads the sum and writes one: begin and end are the
+    block's own."""
 
     def apply(params, x, sublayers, context):
         for i, (name, f) in enumerate(sublayers.items()):
@@ -137,7 +163,13 @@ def streams(config, names):
         return norm(config, params["final_norm"], x.mean(axis=2))
 
     own = {"second": params.Spec((config.d_model,), ("embed",), jax.nn.initializers.ones)}
-    return Block(blocks.norms(config, names, "{}_norm"), apply, own | blocks.final_norm_spec(config), begin, end)
+    return Block(
+        blocks.norms(config, names, "{}_norm"),
+        apply,
+        own | blocks.final_norm_spec(config),
+        begin,
+        end,
+    )
 
 
 def test_a_block_may_have_several_streams():
@@ -151,7 +183,9 @@ def test_a_block_may_have_several_streams():
 
 
 def twice(config, names):
-    return Block({}, lambda params, x, sublayers, context: sublayers["attention"](sublayers["attention"](x)))
+    return Block(
+        {}, lambda params, x, sublayers, context: sublayers["attention"](sublayers["attention"](x))
+    )
 
 
 def never(config, names):
@@ -169,10 +203,12 @@ def takes_a_part(config, names):
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        (twice, "called twice, or more often, the sub-layer attention"), (never, "never called the sub-layer feedforward"),
-        (takes_a_name, "'attention' has the name of a sub-layer"), (takes_a_part, "'embedding' has the name of a part"),
+        (twice, "called twice, or more often, the sub-layer attention"),
+        (never, "never called the sub-layer feedforward"),
+        (takes_a_name, "'attention' has the name of a sub-layer"),
+        (takes_a_part, "'embedding' has the name of a part"),
     ],
-)  # fmt: skip
+)
 def test_what_a_block_may_not_do_is_said(block, said):
     config = replace(TINY, block=block)
     with pytest.raises(ConfigError, match=said):
@@ -180,16 +216,25 @@ def test_what_a_block_may_not_do_is_said(block, said):
 
 
 def test_norms_without_a_scale_and_none_at_all():
-    """A norm without parameters is the norm with a scale of ones; without norms the stream is a sum of the sub-layers."""
+    """A norm without parameters is the norm with a scale of ones; without norms the stream is a sum
+    of the sub-layers."""
     plain = models.init(replace(TINY, norm="rms_norm"), jax.random.key(0))
     config = replace(TINY, norm=Unscaled("rms_norm"))
     spec = params.paths(models.spec(config))
     assert not [path for path in spec if "norm" in path]
     tree = {name: part for name, part in plain.items() if name != "final_norm"}
-    tree["layers"] = {name: part for name, part in plain["layers"].items() if not name.endswith("norm")}
+    tree["layers"] = {
+        name: part for name, part in plain["layers"].items() if not name.endswith("norm")
+    }
     expected = models.apply(replace(TINY, norm="rms_norm"), plain, TOKENS).logits
-    np.testing.assert_allclose(models.apply(config, tree, TOKENS).logits, expected, rtol=1e-4, atol=2e-5)
-    bare = models.apply(replace(TINY, norm=no_norm, num_layers=1), jax.tree.map(lambda x: x, first_layer(tree)), TOKENS)
+    np.testing.assert_allclose(
+        models.apply(config, tree, TOKENS).logits, expected, rtol=1e-4, atol=2e-5
+    )
+    bare = models.apply(
+        replace(TINY, norm=no_norm, num_layers=1),
+        jax.tree.map(lambda x: x, first_layer(tree)),
+        TOKENS,
+    )
     assert np.isfinite(bare.logits).all()
     with pytest.raises(ConfigError, match="norm='rms': expected one of layer_norm, rms_norm"):
         replace(TINY, norm="rms")

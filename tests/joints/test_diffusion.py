@@ -1,4 +1,5 @@
-"""The page docs/your-own-diffusion.md: an embedding, a block, a head and an objective of one's own."""
+"""The page docs/your-own-diffusion.md: an embedding, a block, a head and an objective of one's
+own."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +7,12 @@ import numpy as np
 import pytest
 
 from jaxformer import models
-from tests.joints.harness import assert_resumes_to_the_same_bits, assert_same_on_eight_devices, assert_short, read_page
+from tests.joints.harness import (
+    assert_resumes_to_the_same_bits,
+    assert_same_on_eight_devices,
+    assert_short,
+    read_page,
+)
 
 PAGE = read_page("your-own-diffusion")
 

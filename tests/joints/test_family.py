@@ -1,4 +1,5 @@
-"""The page docs/your-own-family.md: a run begins from a folder of one's own family, and its weights go back into one."""
+"""The page docs/your-own-family.md: a run begins from a folder of one's own family, and its weights
+go back into one."""
 
 import contextlib
 

@@ -1,4 +1,5 @@
-"""The page docs/your-own-kernel.md: a Pallas kernel for causal attention is checked, trained and decoded with."""
+"""The page docs/your-own-kernel.md: a Pallas kernel for causal attention is checked, trained and
+decoded with."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,10 +38,22 @@ def test_the_page_is_short():
 
 @pytest.mark.thorough
 def test_the_kernel_of_the_page_is_the_reference(page):
-    cases = [Case(), Case(T=1, S=1), Case(T=129, S=129, heads=(4, 1)), Case("full"), Case(options=("softcap", "sinks"))]
+    cases = [
+        Case(),
+        Case(T=1, S=1),
+        Case(T=129, S=129, heads=(4, 1)),
+        Case("full"),
+        Case(options=("softcap", "sinks")),
+    ]
     report = check_kernel(page["mine"], cases=cases, draws=0)
     refused = [result.refuses for result in report.results]
-    assert refused == [None, None, None, "mask full() of 127 queries and 127 keys", "sinks, softcap"]
+    assert refused == [
+        None,
+        None,
+        None,
+        "mask full() of 127 queries and 127 keys",
+        "sinks, softcap",
+    ]
 
 
 @pytest.mark.thorough
@@ -57,17 +70,25 @@ def test_the_page_survives_a_kill_runs_on_eight_devices_and_decodes(tmp_path):
 
     prompts, greedy = [[1, 2, 3, 4, 5, 6, 7, 8, 16], [3, 16]], decoding.Sampling(temperature=0.0)
     texts = [
-        decoding.generate(replace(model, attention_implementation=each), run.params, prompts, 6, sampling=greedy)
+        decoding.generate(
+            replace(model, attention_implementation=each), run.params, prompts, 6, sampling=greedy
+        )
         for each in ("reference", replace(kernel, attention=counted))
     ]
     assert texts[0] == texts[1] and shapes
 
 
 @pytest.mark.thorough
-def test_a_changed_kernel_is_another_run_and_a_changed_comment_is_not(tmp_path, monkeypatch, capsys):
+def test_a_changed_kernel_is_another_run_and_a_changed_comment_is_not(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     text, names = PAGE["flash"], []
-    for changed in (text, text.replace("BLOCK = 32", "BLOCK = 64"), text.replace("# queries of a", "# for each")):
+    for changed in (
+        text,
+        text.replace("BLOCK = 32", "BLOCK = 64"),
+        text.replace("# queries of a", "# for each"),
+    ):
         Path("flash.py").write_text(changed)
         assert cli.main(["show", "flash.py"]) == 0
         names.append(capsys.readouterr().out.splitlines()[-1])

@@ -10,7 +10,9 @@ from jaxformer.models import spec
 from jaxformer.params import init as random, paths, random_key
 from tests.joints import harness
 
-PAGES = {stem: harness.read_page(stem) for stem in ("your-own-objective", "preferences", "variables")}
+PAGES = {
+    stem: harness.read_page(stem) for stem in ("your-own-objective", "preferences", "variables")
+}
 
 
 @pytest.mark.parametrize("stem", PAGES)
@@ -30,7 +32,11 @@ def test_parameters_of_an_objective_train_and_are_none_of_the_model(tmp_path, ca
     start = random(run.recipe.spec, random_key(run.experiment.seed))["objective"]["map"]["kernel"]
     assert (np.asarray(run.checkpoint[1]["objective"]["map"]["kernel"]) != np.asarray(start)).all()
     said = capsys.readouterr().out
-    assert "parameters and 1,024 of the objective" in said and "tokens/s" in said and "perplexity" in said
+    assert (
+        "parameters and 1,024 of the objective" in said
+        and "tokens/s" in said
+        and "perplexity" in said
+    )
     assert harness.answer(whole, "two-tokens", "def ", capsys, "--tokens=8").startswith("def ")
     result = json.loads((folder / "result.json").read_text())
     assert run.evaluate()["loss"] == pytest.approx(result["validation"]["loss"], rel=1e-6)
@@ -42,17 +48,30 @@ def test_preferences_with_a_reference_and_with_the_base_of_an_adaptation(tmp_pat
     files = PAGES["preferences"]
     whole = harness.assert_resumes_to_the_same_bits(files, tmp_path)
     said = capsys.readouterr().out
-    without_factors = {name: files[name] for name in ("copies", "reversals")}  # above, the last file alone was killed
+    without_factors = {
+        name: files[name] for name in ("copies", "reversals")
+    }  # above, the last file alone was killed
     harness.assert_resumes_to_the_same_bits(without_factors, tmp_path / "reference")
     for name in ("reversals", "reversals-lora"):
         folder = harness.run_of(whole, name)
         first, *_, last = (line["loss"] for line in harness.records(folder) if "loss" in line)
-        assert first == pytest.approx(np.log(2), rel=1e-5) and last < first  # nothing is preferred at first
+        assert (
+            first == pytest.approx(np.log(2), rel=1e-5) and last < first
+        )  # nothing is preferred at first
         assert not [leaf for leaf in harness.leaves(folder) if "before" in leaf]
         scores = open_run(folder).evaluate()
         assert scores["unit"] == "pairs" and not {"perplexity", "bits", "tokens"} & set(scores)
-        assert not [key for line in harness.records(folder) for key in line if "perplexity" in key or "bits" in key]
-    assert "pairs/s" in said and "reference before: " in said and " a pair (all 32 examples, 32 pairs)" in said
+        assert not [
+            key
+            for line in harness.records(folder)
+            for key in line
+            if "perplexity" in key or "bits" in key
+        ]
+    assert (
+        "pairs/s" in said
+        and "reference before: " in said
+        and " a pair (all 32 examples, 32 pairs)" in said
+    )
     harness.assert_same_on_eight_devices(files, tmp_path, whole=whole)
 
 
@@ -78,6 +97,8 @@ def test_a_code_book_of_the_objective_is_a_variable(tmp_path, capsys):
     saved = [name for name in harness.leaves(folder) if "objective/" in name]
     assert sorted(saved) == ["params/objective/sum", "params/objective/uses"]  # no optimizer state
     uses = np.asarray(open_run(folder).checkpoint[1]["objective"]["uses"])
-    np.testing.assert_allclose(uses.sum(), 16 * 0.9**12 + (1 - 0.9**12), rtol=1e-3)  # each state is nearest to one code
+    np.testing.assert_allclose(
+        uses.sum(), 16 * 0.9**12 + (1 - 0.9**12), rtol=1e-3
+    )  # each state is nearest to one code
     assert harness.answer(whole, "codes", "def ", capsys, "--tokens=8").startswith("def ")
     harness.assert_same_on_eight_devices(files, tmp_path, whole=whole)

@@ -1,4 +1,5 @@
-"""Pages of the book that fill the joints of data and scores: data from the model, scores and pictures of one's own."""
+"""Pages of the book that fill the joints of data and scores: data from the model, scores and
+pictures of one's own."""
 
 import contextlib
 import json
@@ -41,16 +42,22 @@ def test_pictures_of_a_metric_and_of_generate_lie_in_the_runs_folder(tmp_path, c
     run = harness.run_of(tmp_path, "stripes")
     scores = json.loads((run / "result.json").read_text())["validation"]
     assert scores["stripes"] > 0.5  # by chance 2^-12
-    assert {path.name for path in run.glob("*.png")} == {f"samples-{step}.png" for step in (40, 80, 120)}
+    assert {path.name for path in run.glob("*.png")} == {
+        f"samples-{step}.png" for step in (40, 80, 120)
+    }
     said = capsys.readouterr().out
     assert "and the 1 of highest stripes" in said
-    assert said.rstrip().endswith(f"python -m jaxformer generate runs/{run.name}")  # without --prompt
+    assert said.rstrip().endswith(
+        f"python -m jaxformer generate runs/{run.name}"
+    )  # without --prompt
     with contextlib.chdir(tmp_path):
         assert cli.main(["generate", "stripes"]) == 0
         assert capsys.readouterr().out == f"8 pictures\nwrote runs/{run.name}/answer.png\n"
         first = (run / "answer.png").read_bytes()
         assert cli.main(["generate", "stripes", "--seed=1"]) == 0
-        assert capsys.readouterr().out.endswith(f"wrote runs/{run.name}/answer.png\n")  # again, with other bytes
+        assert capsys.readouterr().out.endswith(
+            f"wrote runs/{run.name}/answer.png\n"
+        )  # again, with other bytes
         assert first != (run / "answer.png").read_bytes()
         assert cli.main(["generate", "stripes"]) == 0 and first == (run / "answer.png").read_bytes()
         assert cli.main(["evaluate", "stripes"]) == 0

@@ -4,7 +4,8 @@ import os
 
 
 def install(files, folder, monkeypatch):
-    """Writes programs, text by name, into a folder, whose `bin` comes first on the path; its name is CLOUD to them."""
+    """Writes programs, text by name, into a folder, whose `bin` comes first on the path; its name
+    is CLOUD to them."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,5 @@
-"""Every command of the README, the book and the experiments that launches, plans or shows does so, as far as DRY=1 goes."""
+"""Every command of the README, the book and the experiments that launches, plans or shows does so,
+as far as DRY=1 goes."""
 
 import importlib
 import math
@@ -20,14 +21,23 @@ from jaxformer.cli.arguments import experiment_of  # noqa: E402
 from jaxformer.tools.planning import plan  # noqa: E402
 from jaxformer.tools.planning.topology import GPUS  # noqa: E402
 
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*.py"))]
+FILES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "experiments").glob("*.py")),
+]
 VARIABLE = r"""[A-Z]+=(?:"[^"]*"|'[^']*'|[^\s;,`"'|()]+)"""
 MAKE = rf"\bmake (plan|pod-sim|pod-train|slurm-train|gke-train|sky-train)((?: {VARIABLE})+)"
 SHOW = r"python -m jaxformer ((?:show|cost) [^`\n|]*?)(?:`|\n|  )"
 
 
 # what `make help` prints of a target is a command without `make`
-HELP = re.sub(r"^([a-z-]+):.*?##.*?: (?=[A-Z]+=)", r"make \1 ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+HELP = re.sub(
+    r"^([a-z-]+):.*?##.*?: (?=[A-Z]+=)",
+    r"make \1 ",
+    (ROOT / "Makefile").read_text(),
+    flags=re.MULTILINE,
+)
 TEXTS = [*(path.read_text() for path in FILES), HELP]
 
 
@@ -42,7 +52,9 @@ def shell():
     printed = {}
     for target, variables in commands(MAKE):
         words = [*shlex.split(variables.replace("...", "x")), "DRY=1"]
-        done = subprocess.run(["make", "-n", target, *words], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            ["make", "-n", target, *words], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0, f"make {target} {variables}: {done.stderr}"
         printed[target, variables] = done.stdout.splitlines()[-1]
     return printed
@@ -50,7 +62,11 @@ def shell():
 
 def devices(topology):
     kind, _, shape = topology.partition(":")
-    return math.prod(map(int, shape.split("x"))) if kind in GPUS else slices.parse_slice(topology).devices
+    return (
+        math.prod(map(int, shape.split("x")))
+        if kind in GPUS
+        else slices.parse_slice(topology).devices
+    )
 
 
 @pytest.mark.thorough_after(10)
@@ -73,7 +89,9 @@ def test_what_the_pages_say_to_type_starts(command, shell, capsys, monkeypatch):
         overrides = [word for word in words[2:] if word not in {*flags, "--topology", topology}]
         experiment = experiment_of(name, overrides, plan.of_preset)
         if not flags:  # a search sets meshes and batches itself, decoding has none
-            door.check_mesh(experiment, door.Hosts(devices(topology), slices=experiment.mesh.slices))
+            door.check_mesh(
+                experiment, door.Hosts(devices(topology), slices=experiment.mesh.slices)
+            )
         if "--search" not in flags:
             experiment.mesh.shape(devices(topology))
 
@@ -94,6 +112,9 @@ def test_what_the_pages_say_to_look_at_is_shown(line, capsys, monkeypatch):
 
 def test_the_commands_are_found():
     targets = [target for target, _ in commands(MAKE)]
-    counts = {name: targets.count(name) for name in ("plan", "pod-train", "slurm-train", "gke-train", "sky-train", "pod-sim")}
+    counts = {
+        name: targets.count(name)
+        for name in ("plan", "pod-train", "slurm-train", "gke-train", "sky-train", "pod-sim")
+    }
     assert counts["plan"] >= 5 and counts["pod-train"] >= 4 and min(counts.values()) >= 1, counts
     assert len(commands(SHOW)) >= 3

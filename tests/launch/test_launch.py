@@ -1,4 +1,5 @@
-"""Launchers: what DRY=1 prints is what is recorded; shell and YAML are well formed; a pod is trained through preemptions.
+"""Launchers: what DRY=1 prints is what is recorded; shell and YAML are well formed; a pod is
+trained through preemptions.
 
 recorded/*.txt begin with the command line; the rest is its output, to the letter.
 """
@@ -39,7 +40,8 @@ TEXT = "--data.path=/mnt/data/text"
 
 @pytest.fixture
 def pinned(monkeypatch):
-    """What a launcher prints depends on this environment and this tree by their versions and digest alone."""
+    """What a launcher prints depends on this environment and this tree by their versions and digest
+    alone."""
     monkeypatch.setattr(lock, "versions", lambda: ({"jax": "0.10.2", "optax": "0.2.8"}, ["libtpu"]))
     monkeypatch.setattr(tpu_vm, "tree_digest", lambda: "0123456789abcdef")
 
@@ -65,31 +67,44 @@ def test_dry_prints_what_is_recorded(path, capsys, pinned):
     else:
         shell = out
     assert subprocess.run(["bash", "-n"], input=shell, text=True).returncode == 0
-    for words in (shlex.split(line, comments=True) for line in shell.splitlines() if "--command=" in line):
-        command = next(word for word in words if word.startswith("--command=")).removeprefix("--command=")
+    for words in (
+        shlex.split(line, comments=True) for line in shell.splitlines() if "--command=" in line
+    ):
+        command = next(word for word in words if word.startswith("--command=")).removeprefix(
+            "--command="
+        )
         assert subprocess.run(["bash", "-n"], input=command, text=True).returncode == 0
 
 
 @pytest.mark.thorough_after(3)
-@pytest.mark.parametrize("prompt", ["a\nb", "it's", 'a "b" `c` $HOME', "$(HOME) $$", "火 😀", "\\n"])
+@pytest.mark.parametrize(
+    "prompt", ["a\nb", "it's", 'a "b" `c` $HOME', "$(HOME) $$", "火 😀", "\\n"]
+)
 def test_arguments_reach_the_hosts_as_they_were_typed(prompt, capsys, pinned):
     option = f"--sample.prompt={prompt}"
     typed = f"--dry -- --mesh.data=-1 {shlex.quote(option)}"
     _, out, _ = run(f"gke quickstart {FOUR} --image=i --bucket=my-b {typed}", capsys)
-    (container,) = yaml.safe_load(out)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    (container,) = yaml.safe_load(out)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
+        "spec"
+    ]["containers"]
     assert container["command"][-1].replace("$$", "$") == option
     _, out, _ = run(f"skypilot quickstart {FOUR} --bucket=my-b {typed}", capsys)
     assert shlex.split(yaml.safe_load(out)["run"])[-1] == option
     _, out, _ = run(f"slurm quickstart --nodes=2 --gpus=8 {typed}", capsys)
     assert option in shlex.split(out, comments=True)
     _, out, _ = run(f"{POD} {FOUR} --bucket=my-b {typed}", capsys)
-    words = shlex.split(next(word for word in shlex.split(out, comments=True) if "setsid nohup" in word))
+    words = shlex.split(
+        next(word for word in shlex.split(out, comments=True) if "setsid nohup" in word)
+    )
     assert option in shlex.split(words[words.index("-c") + 1])
 
 
 def test_a_jobset_has_a_pod_a_host_and_all_chips(capsys):
-    _, out, _ = run("gke quickstart --topology=v5p:4x4x8 --slices=2 --image=i --claim=c --dry"
-                    " -- --mesh.slices=2 --mesh.data=2 --batch-size=256 --mesh.fsdp=-1", capsys)  # fmt: skip
+    _, out, _ = run(
+        "gke quickstart --topology=v5p:4x4x8 --slices=2 --image=i --claim=c --dry"
+        " -- --mesh.slices=2 --mesh.data=2 --batch-size=256 --mesh.fsdp=-1",
+        capsys,
+    )
     job = yaml.safe_load(out)["spec"]["replicatedJobs"][0]
     pod = job["template"]["spec"]["template"]["spec"]
     chips = pod["containers"][0]["resources"]["limits"]["google.com/tpu"]
@@ -102,17 +117,29 @@ def test_a_jobset_has_a_pod_a_host_and_all_chips(capsys):
 @pytest.mark.parametrize(
     ("text", "hosts", "accelerator"),
     [
-        ("v5e:1x1", 1, "v5litepod-1"), ("v5e:2x4", 1, "v5litepod-8"), ("v5e:4x4", 4, "v5litepod-16"),
-        ("v5e:16x16", 64, "v5litepod-256"), ("v6e:8x8", 16, "v6e-64"), ("v4:2x2x1", 1, "v4-8"),
-        ("v5p:2x2x2", 2, "v5p-16"), ("v5p:8x8x8", 128, "v5p-1024"), ("v4:8x16x16", 512, "v4-4096"),
+        ("v5e:1x1", 1, "v5litepod-1"),
+        ("v5e:2x4", 1, "v5litepod-8"),
+        ("v5e:4x4", 4, "v5litepod-16"),
+        ("v5e:16x16", 64, "v5litepod-256"),
+        ("v6e:8x8", 16, "v6e-64"),
+        ("v4:2x2x1", 1, "v4-8"),
+        ("v5p:2x2x2", 2, "v5p-16"),
+        ("v5p:8x8x8", 128, "v5p-1024"),
+        ("v4:8x16x16", 512, "v4-4096"),
     ],
-)  # fmt: skip
+)
 def test_hosts_and_names_of_slices(text, hosts, accelerator):
     found = slices.parse_slice(text)
-    assert (found.hosts, found.accelerator) == (hosts, accelerator)  # cloud.google.com/tpu/docs: v5e, v6e, v4, v5p
+    assert (found.hosts, found.accelerator) == (
+        hosts,
+        accelerator,
+    )  # cloud.google.com/tpu/docs: v5e, v6e, v4, v5p
 
 
-@pytest.mark.parametrize("text", ["v5e:3x5", "v5e:", "v5e", "v9:2x2", "v5p:4x4", "v5p:4x4x6", "v5p:8x4x4", "v5p:32x32x32"])
+@pytest.mark.parametrize(
+    "text",
+    ["v5e:3x5", "v5e:", "v5e", "v9:2x2", "v5p:4x4", "v5p:4x4x6", "v5p:8x4x4", "v5p:32x32x32"],
+)
 def test_slices_that_nobody_sells(text):
     with pytest.raises(ConfigError, match=re.escape(f"TOPOLOGY={text}: ")):
         slices.parse_slice(text)
@@ -120,12 +147,26 @@ def test_slices_that_nobody_sells(text):
 
 def test_devices_are_those_of_jax_and_shapes_are_asked_for():
     parse = slices.parse_slice
-    assert [parse(text).devices for text in ("v5e:4x4", "v5p:4x4x4", "tpu7x:4x4x4")] == [16, 64, 128]  # of their compilers
-    shapes = {256: "4x8x8", 512: "8x8x8", 1024: "8x8x16", 6144: "16x16x24", 128: "4x4x8"}  # cloud.google.com/tpu/docs/v5p
+    assert [parse(text).devices for text in ("v5e:4x4", "v5p:4x4x4", "tpu7x:4x4x4")] == [
+        16,
+        64,
+        128,
+    ]  # of their compilers
+    shapes = {
+        256: "4x8x8",
+        512: "8x8x8",
+        1024: "8x8x16",
+        6144: "16x16x24",
+        128: "4x4x8",
+    }  # cloud.google.com/tpu/docs/v5p
     found = {size: parse(f"v5p:4x4x{size // 16}").default_shape for size in shapes}
     assert found == shapes
     exact = tpu_vm.Pod("a", "z", slice=parse("v5p:4x4x16")).create()
-    assert "--type=v5p" in exact and "--topology=4x4x16" in exact and not any("accelerator-type" in word for word in exact)
+    assert (
+        "--type=v5p" in exact
+        and "--topology=4x4x16" in exact
+        and not any("accelerator-type" in word for word in exact)
+    )
 
 
 @pytest.mark.parametrize("name", ["my-b", "gs://my-b", "my-b/", "gs://my-b/"])
@@ -134,7 +175,9 @@ def test_a_bucket_of_google_has_one_name(name, capsys, pinned):
                  f"skypilot quickstart {FOUR} --bucket={name}"):  # fmt: skip
         code, out, err = run(f"{line} --dry -- --mesh.data=-1", capsys)
         assert code == 0, err
-        assert re.search(r"gcsfuse .* my-b /mnt/bucket;|bucketName: my-b$|source: gs://my-b$", out, re.MULTILINE)
+        assert re.search(
+            r"gcsfuse .* my-b /mnt/bucket;|bucketName: my-b$|source: gs://my-b$", out, re.MULTILINE
+        )
 
 
 # what a run would refuse, and what nobody can rent
@@ -152,20 +195,39 @@ MISTAKES = [
     (f"{POD} --bucket=my-b {FOUR}", "uses 1 of 16 devices; give --mesh.fsdp=-1"),
     (f"{POD} --bucket=my-b {FOUR} -- --mesh.fsdp=32", "do not make up 16"),
     (f"{POD} --bucket=my-b {FOUR} -- --mesh.fsdp=16 --batch-size=24", "no --accumulation divides"),
-    (f"tpu_vm finetune_lora --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.data=16", "freezes weights that would be random"),
+    (
+        f"tpu_vm finetune_lora --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.data=16",
+        "freezes weights that would be random",
+    ),
     (f"{POD} --bucket=my-b {FOUR} -- --mesh.tensor=16", "does not divide among mesh.tensor=16"),
-    (f"{POD} --bucket=my-b {FOUR} -- --mesh.data=16 --mesh.backend=pmap", "cannot run in 4 processes"),
-    (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.fsdp=16 {TEXT}",
-     "accumulation=40: batch_size=12 does not divide among 16 devices"),
-    (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.fsdp=16 {TEXT}", "what divides: --accumulation=30, "),
-    (f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.fsdp=16 --accumulation=2",
-     "--data.path=openwebtext/: not in the copy of this checkout, so no host sees it; give"),
+    (
+        f"{POD} --bucket=my-b {FOUR} -- --mesh.data=16 --mesh.backend=pmap",
+        "cannot run in 4 processes",
+    ),
+    (
+        f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.fsdp=16 {TEXT}",
+        "accumulation=40: batch_size=12 does not divide among 16 devices",
+    ),
+    (
+        f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.fsdp=16 {TEXT}",
+        "what divides: --accumulation=30, ",
+    ),
+    (
+        (
+            f"tpu_vm gpt2_small --tpu=a --zone=z --bucket=my-b {FOUR} -- --mesh.fsdp=16 "
+            f"--accumulation=2"
+        ),
+        "--data.path=openwebtext/: not in the copy of this checkout, so no host sees it; give",
+    ),
     ("tpu_vm no_such --tpu=a --zone=z --bucket=my-b", "no_such"),
     ("tpu_vm /tmp/x.py --tpu=a --zone=z --bucket=my-b", "inside this checkout"),
     (f"gke quickstart {FOUR} --image=i", "must outlive their pods"),
     ("gke quickstart --topology= --image=i", "no topology"),
     (f"gke quickstart {FOUR} --bucket=my-b --image=", "no image"),
-    (f"gke quickstart {FOUR} --bucket=my-b --image=i --slices=2 -- --mesh.data=-1", "give --mesh.slices=2"),
+    (
+        f"gke quickstart {FOUR} --bucket=my-b --image=i --slices=2 -- --mesh.data=-1",
+        "give --mesh.slices=2",
+    ),
     ("slurm quickstart --nodes=0", "at least one node"),
     ("slurm quickstart --time=soon", "hours:minutes:seconds"),
     ("slurm quickstart --time=2", "TIME=2: less than 10 minutes; Slurm stops the run 120 s before"),
@@ -177,8 +239,11 @@ MISTAKES = [
     ("skypilot quickstart --accelerators=H100:8 --bucket=my-b", "gs://name"),
     ("skypilot quickstart --accelerators=H100 --bucket=gs://my-b", "H100:8"),
     ("skypilot quickstart --accelerators=H100:0 --bucket=gs://my-b", "H100:8"),
-    ("skypilot quickstart --topology=v5p:4x4x16 --bucket=gs://my-b", "asks for a size, v5p-512, which is v5p:4x8x8"),
-]  # fmt: skip
+    (
+        "skypilot quickstart --topology=v5p:4x4x16 --bucket=gs://my-b",
+        "asks for a size, v5p-512, which is v5p:4x8x8",
+    ),
+]
 
 
 @pytest.mark.parametrize(("line", "says"), MISTAKES)
@@ -194,34 +259,61 @@ def test_a_mistake_is_one_line_before_anything_is_rented(line, says, capsys, mon
 def test_packages_that_hosts_would_not_have_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     quickstart = (ROOT / "experiments" / "quickstart.py").read_text()
-    (tmp_path / "mine.py").write_text(f"import hypothesis, numpy, json, beside  # noqa\n{quickstart}")
+    (tmp_path / "mine.py").write_text(
+        f"import hypothesis, numpy, json, beside  # noqa\n{quickstart}"
+    )
     (tmp_path / "beside.py").write_text("import PIL.Image, yaml  # of packages with other names")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(door, "tree", lambda: ["mine.py", "beside.py"])
     code, _, err = run(f"{POD} --topology=v5e:1x1 --dry".replace("quickstart", "mine.py"), capsys)
-    assert code == 2 and 'imports hypothesis, which hosts would not have; add its package to the extra "hosts"' in err
-    code, _, err = run(f"gke mine.py {FOUR} --image=i --bucket=my-b --dry -- --mesh.data=-1", capsys)
+    assert (
+        code == 2
+        and 'imports hypothesis, which hosts would not have; add its package to the extra "hosts"'
+        in err
+    )
+    code, _, err = run(
+        f"gke mine.py {FOUR} --image=i --bucket=my-b --dry -- --mesh.data=-1", capsys
+    )
     assert code == 2
     (tmp_path / "mine.py").write_text(f"import numpy, beside  # noqa\n{quickstart}")
     assert run(f"{POD} --topology=v5e:1x1 --dry".replace("quickstart", "mine.py"), capsys)[0] == 0
-    code, _, err = run(f"gke mine.py {FOUR} --image=i --bucket=my-b --dry -- --mesh.data=-1", capsys)
+    code, _, err = run(
+        f"gke mine.py {FOUR} --image=i --bucket=my-b --dry -- --mesh.data=-1", capsys
+    )
     assert code == 2 and "EXP=mine.py: not in the image" in err
 
 
 def test_files_of_data_are_found_in_mixtures():
-    data = Mixed(((0.5, Corpus("web/", tokenizer="a/tokenizer.json")), (0.5, Corpus("hf:a#train")), (1, Stdlib())))
-    assert dict(door.data_paths(data)) == {"data.sources.path": "web/", "data.sources.tokenizer": "a/tokenizer.json"}
+    data = Mixed(
+        (
+            (0.5, Corpus("web/", tokenizer="a/tokenizer.json")),
+            (0.5, Corpus("hf:a#train")),
+            (1, Stdlib()),
+        )
+    )
+    assert dict(door.data_paths(data)) == {
+        "data.sources.path": "web/",
+        "data.sources.tokenizer": "a/tokenizer.json",
+    }
 
 
-def test_folders_of_tokenizers_and_first_parameters_are_seen_by_hosts(tmp_path, monkeypatch, capsys):
+def test_folders_of_tokenizers_and_first_parameters_are_seen_by_hosts(
+    tmp_path, monkeypatch, capsys
+):
     for folder in ("runs/before/checkpoints", "my/tokens"):
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(door, "tree", lambda: ["experiments/quickstart.py"])
-    data = Corpus("hf:a#train", tokenizer="my/tokens"), Corpus("hf:a#train", tokenizer="openai-community/gpt2")
+    data = (
+        Corpus("hf:a#train", tokenizer="my/tokens"),
+        Corpus("hf:a#train", tokenizer="openai-community/gpt2"),
+    )
     assert list(door.data_paths(data)) == [("data.tokenizer", "my/tokens")]
     line = f"{POD} --topology=v5e:1x1 --dry -- --initial="
-    assert "--initial=runs/before: not in the copy of this checkout" in run(f"{line}runs/before", capsys)[2]
+    assert (
+        "--initial=runs/before: not in the copy of this checkout"
+        in run(f"{line}runs/before", capsys)[2]
+    )
     assert run(f"{line}openai-community/gpt2", capsys)[0] == 0
     assert "/mnt/data/before is there" in run(f"{line}/mnt/data/before", capsys)[1]
 
@@ -235,7 +327,10 @@ def test_folders_of_references_are_seen_by_hosts(tmp_path, monkeypatch):
     assert door.check_files("quickstart", experiment, hosts) == []
     for teacher in ("runs/teacher", Reference("runs/teacher")):
         experiment.references = {"teacher": teacher}
-        with pytest.raises(ConfigError, match=r"^references\.teacher=runs/teacher: not in the copy of this checkout"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^references\.teacher=runs/teacher: not in the copy of this checkout",
+        ):
             door.check_files("quickstart", experiment, hosts)
     experiment.references = {"teacher": "/mnt/data/teacher", "other": "openai-community/gpt2"}
     assert door.check_files("quickstart", experiment, hosts) == ["/mnt/data/teacher"]
@@ -243,19 +338,42 @@ def test_folders_of_references_are_seen_by_hosts(tmp_path, monkeypatch):
 
 def test_the_lock_holds_what_is_installed_and_all_that_experiments_need():
     found, absent = lock.versions()
-    assert found["jax"] == importlib.metadata.version("jax") and {"jaxlib", "numpy", "tokenizers", "tensorboardx"} <= set(found)
-    assert "jaxformer" not in found and not {"pytest", "ruff"} & set(found) and not set(found) & set(absent)
+    assert found["jax"] == importlib.metadata.version("jax") and {
+        "jaxlib",
+        "numpy",
+        "tokenizers",
+        "tensorboardx",
+    } <= set(found)
+    assert (
+        "jaxformer" not in found
+        and not {"pytest", "ruff"} & set(found)
+        and not set(found) & set(absent)
+    )
     for line in lock.text().splitlines()[1:]:
         name, _, version = line.partition("==")
         assert importlib.metadata.version(name) == version
 
 
 def test_the_image_has_what_its_installation_reads():
-    before, _, _ = (ROOT / "experiments" / "launch" / "Dockerfile").read_text().partition("RUN pip install")
-    copied = {word for line in re.findall(r"^COPY (.*) \S+$", before, re.MULTILINE) for word in line.split()}
+    before, _, _ = (
+        (ROOT / "experiments" / "launch" / "Dockerfile").read_text().partition("RUN pip install")
+    )
+    copied = {
+        word
+        for line in re.findall(r"^COPY (.*) \S+$", before, re.MULTILINE)
+        for word in line.split()
+    }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = {project["project"]["readme"], *project["project"]["license-files"], "jaxformer", lock.FILE}
-    needed |= {path.partition("/")[0] for path in project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]}
+    needed = {
+        project["project"]["readme"],
+        *project["project"]["license-files"],
+        "jaxformer",
+        lock.FILE,
+    }
+    needed |= {
+        path.partition("/")[0]
+        for path in project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    }
     assert needed <= copied
 
 
@@ -263,7 +381,9 @@ REFUSED = [("0.1", "runs", "this machine has jax"), (None, "file/runs", "cannot 
 
 
 @pytest.mark.parametrize(("version", "runs", "says"), REFUSED)
-def test_a_host_refuses_another_jax_and_a_folder_that_it_cannot_write(version, runs, says, tmp_path, monkeypatch, capsys):
+def test_a_host_refuses_another_jax_and_a_folder_that_it_cannot_write(
+    version, runs, says, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     words = ["train", "quickstart", "--runs", runs, *(["--jax", version] if version else [])]
@@ -276,25 +396,37 @@ def test_a_host_refuses_another_jax_and_a_folder_that_it_cannot_write(version, r
 @pytest.mark.parametrize(
     ("target", "variables", "words"),
     [
-        ("slurm-train", {"EXP": "a b.py", "RUNS": "/it's a/runs", "ARGS": "--x='a b' --y \"it's\""},
-         ["a b.py", "--runs=/it's a/runs", "--", "--x=a b", "--y", "it's"]),
-        ("pod-train", {"TPU": "p", "BUCKET": 'b"c', "SPOT": "1"}, ["quickstart", "--tpu=p", '--bucket=b"c', "--spot", "--"]),
+        (
+            "slurm-train",
+            {"EXP": "a b.py", "RUNS": "/it's a/runs", "ARGS": "--x='a b' --y \"it's\""},
+            ["a b.py", "--runs=/it's a/runs", "--", "--x=a b", "--y", "it's"],
+        ),
+        (
+            "pod-train",
+            {"TPU": "p", "BUCKET": 'b"c', "SPOT": "1"},
+            ["quickstart", "--tpu=p", '--bucket=b"c', "--spot", "--"],
+        ),
         ("sky-train", {"GPUS": "H100: 8"}, ["quickstart", "--accelerators=H100: 8", "--"]),
         ("sweep", {"GRID": "--a='x y',2"}, ["quickstart", "--grid", "--a='x y',2"]),
-        ("plan", {"TOPOLOGY": "h100:0x8 ", "ARGS": "--model.mixer 'Linear()'"},
-         ["plan", "quickstart", "--topology", "h100:0x8 ", "--model.mixer", "Linear()"]),
+        (
+            "plan",
+            {"TOPOLOGY": "h100:0x8 ", "ARGS": "--model.mixer 'Linear()'"},
+            ["plan", "quickstart", "--topology", "h100:0x8 ", "--model.mixer", "Linear()"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_variables_of_make_arrive_whole(target, variables, words):
     given = [f"{name}={value}" for name, value in variables.items()]
     made = subprocess.run(["make", "-n", target, *given], cwd=ROOT, capture_output=True, text=True)
     assert shlex.split(made.stdout.splitlines()[-1])[-len(words) :] == words
 
 
-# A Google Cloud of two hosts: each is a folder that commands really run in, with a trainer that does what the test wants.
+# A Google Cloud of two hosts: each is a folder that commands really run in, with a trainer that
+# does what the test wants.
 
 GCLOUD = """\
 import os, pathlib, shutil, subprocess, sys
+
 cloud = pathlib.Path(os.environ["CLOUD"])
 words = sys.argv[3:]  # after `compute tpus`
 options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
@@ -323,8 +455,12 @@ elif kind == "tpu-vm scp":
 else:
     chosen = workers if options["worker"] == "all" else [workers[int(options["worker"])]]
     environment = os.environ | {"PATH": f"{cloud}/remote:/usr/bin:/bin"}
-    codes = [subprocess.run(["bash", "-c", options["command"]], env=environment | {"HOME": str(worker)}).returncode
-             for worker in chosen]
+    codes = [
+        subprocess.run(
+            ["bash", "-c", options["command"]], env=environment | {"HOME": str(worker)}
+        ).returncode
+        for worker in chosen
+    ]
     sys.exit(max(codes))
 """
 PIP = """\
@@ -333,7 +469,8 @@ mkdir -p ~/.local/bin && cp "$CLOUD/remote/uv" ~/.local/bin/
 """
 UV = """\
 #!/bin/bash
-[ $1 = venv ] && mkdir -p .venv/bin && cp "$CLOUD/remote/trainer" .venv/bin/python && basename "$HOME" >> "$CLOUD/installs"
+[ $1 = venv ] && mkdir -p .venv/bin && cp "$CLOUD/remote/trainer" .venv/bin/python &&
+  basename "$HOME" >> "$CLOUD/installs"
 [ -e pyproject.toml ] && grep -q ^jax== dist/constraints.txt  # the code and the lock are there
 """
 TRAINER = """\
@@ -349,23 +486,35 @@ esac
 
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
-    files = {"bin/gcloud": f"#!{sys.executable}\n{GCLOUD}", "remote/python3": PIP, "remote/uv": UV, "remote/trainer": TRAINER}
+    files = {
+        "bin/gcloud": f"#!{sys.executable}\n{GCLOUD}",
+        "remote/python3": PIP,
+        "remote/uv": UV,
+        "remote/trainer": TRAINER,
+    }
     return install(files, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 def test_a_pod_is_trained_through_two_preemptions(cloud, capfd):
-    line = f"{POD} --topology=v5e:2x4 --runs=/shared --pause=0 --retries=3 -- --mesh.data=-1 --steps=7000"
+    line = (
+        f"{POD} --topology=v5e:2x4 --runs=/shared --pause=0 --retries=3 -- --mesh.data=-1 "
+        f"--steps=7000"
+    )
     code, out, err = run(line, capfd)
     assert code == 0, out + err
     assert "finished" in out
     starts = [(cloud / f"worker{i}.starts").read_text().splitlines() for i in range(2)]
-    command = f"-m jaxformer train quickstart --runs /shared --jax {JAX} --mesh.data=-1 --steps=7000"
+    command = (
+        f"-m jaxformer train quickstart --runs /shared --jax {JAX} --mesh.data=-1 --steps=7000"
+    )
     assert starts[0] == starts[1] == [command] * 3
     installs = (cloud / "installs").read_text().split()
     assert installs == ["worker0", "worker1"] * 2  # on each new machine, not at a restart
     calls = (cloud / "calls").read_text().splitlines()
-    assert calls.count("queued-resources create") == 2  # at the start, and after the TPU was taken away
+    assert (
+        calls.count("queued-resources create") == 2
+    )  # at the start, and after the TPU was taken away
     assert calls.count("queued-resources delete") == 1
     first = next(call for call in calls if call.startswith("tpu-vm ssh"))
     assert first == "tpu-vm ssh"  # one worker makes the key
@@ -373,10 +522,17 @@ def test_a_pod_is_trained_through_two_preemptions(cloud, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("last", "retries", "code", "starts"), [("2", 5, 2, 3), ("1", 1, 1, 2), ("1", 3, 1, 4)])
-def test_a_pod_stops_for_what_a_restart_does_not_mend(cloud, capfd, monkeypatch, last, retries, code, starts):
+@pytest.mark.parametrize(
+    ("last", "retries", "code", "starts"), [("2", 5, 2, 3), ("1", 1, 1, 2), ("1", 3, 1, 4)]
+)
+def test_a_pod_stops_for_what_a_restart_does_not_mend(
+    cloud, capfd, monkeypatch, last, retries, code, starts
+):
     monkeypatch.setenv("LAST", last)
-    ended, out, err = run(f"{POD} --topology=v5e:2x4 --runs=/shared --pause=0 --retries={retries} -- --mesh.data=-1", capfd)
+    ended, out, err = run(
+        f"{POD} --topology=v5e:2x4 --runs=/shared --pause=0 --retries={retries} -- --mesh.data=-1",
+        capfd,
+    )
     assert ended == code, out + err
     assert len((cloud / "worker0.starts").read_text().splitlines()) == starts
 
@@ -390,11 +546,23 @@ def test_a_new_tree_replaces_the_old_one_and_leaves_runs(cloud):
         for path, text in {name: str(number), "pyproject.toml": "", lock.FILE: "jax==1"}.items():
             (tree / path).parent.mkdir(parents=True, exist_ok=True)
             (tree / path).write_text(text)
-        subprocess.run(["tar", "-czf", home / "jaxformer.tgz", "-C", tree, name, "pyproject.toml", lock.FILE], check=True)
-        environment = {"HOME": str(home), "CLOUD": str(cloud), "PATH": f"{cloud}/remote:/usr/bin:/bin"}
-        subprocess.run(["bash", "-c", tpu_vm.INSTALL.format(digest=number)], env=environment, check=True)
+        subprocess.run(
+            ["tar", "-czf", home / "jaxformer.tgz", "-C", tree, name, "pyproject.toml", lock.FILE],
+            check=True,
+        )
+        environment = {
+            "HOME": str(home),
+            "CLOUD": str(cloud),
+            "PATH": f"{cloud}/remote:/usr/bin:/bin",
+        }
+        subprocess.run(
+            ["bash", "-c", tpu_vm.INSTALL.format(digest=number)], env=environment, check=True
+        )
         assert (home / "jaxformer.run" / "installed").read_text() == f"{number}\n"
-        library = [path.relative_to(home / "jaxformer") for path in (home / "jaxformer" / "lib").rglob("*.py")]
+        library = [
+            path.relative_to(home / "jaxformer")
+            for path in (home / "jaxformer" / "lib").rglob("*.py")
+        ]
         assert list(map(str, library)) == [name]
         (home / "jaxformer" / "runs").mkdir(exist_ok=True)
         (home / "jaxformer" / "runs" / str(number)).touch()
@@ -403,9 +571,13 @@ def test_a_new_tree_replaces_the_old_one_and_leaves_runs(cloud):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("becomes", "creations"), [("FAILED", 4), ("HIDDEN", 1)])
-def test_a_pod_that_cannot_be_had_is_not_asked_for_all_night(cloud, capfd, monkeypatch, becomes, creations):
+def test_a_pod_that_cannot_be_had_is_not_asked_for_all_night(
+    cloud, capfd, monkeypatch, becomes, creations
+):
     monkeypatch.setenv("BECOMES", becomes)
-    code, out, err = run(f"{POD} --topology=v5e:2x4 --runs=/shared --pause=0 -- --mesh.data=-1", capfd)
+    code, out, err = run(
+        f"{POD} --topology=v5e:2x4 --runs=/shared --pause=0 -- --mesh.data=-1", capfd
+    )
     assert code == 2 and becomes in err, out + err
     assert (cloud / "calls").read_text().count("queued-resources create") == creations
 
@@ -414,7 +586,9 @@ def test_a_pod_that_cannot_be_had_is_not_asked_for_all_night(cloud, capfd, monke
 def test_the_same_command_attaches_and_another_is_refused(cloud, capfd):
     (cloud / "state").write_text("READY")
     going = subprocess.Popen(["sleep", "4"])
-    identity, _ = tpu_vm.start(["-m", "jaxformer", "train", "quickstart", "--runs", "/shared", "--jax", JAX])
+    identity, _ = tpu_vm.start(
+        ["-m", "jaxformer", "train", "quickstart", "--runs", "/shared", "--jax", JAX]
+    )
     for i in range(2):
         folder = cloud / f"worker{i}" / "jaxformer.run"
         folder.mkdir(parents=True)
@@ -422,7 +596,9 @@ def test_the_same_command_attaches_and_another_is_refused(cloud, capfd):
             (folder / name).write_text(f"{text}\n")
     code, _, err = run(f"{POD} --runs=/shared --pause=0 -- --steps=7000", capfd)
     assert code == 2 and "busy with another command" in err
-    reaper = threading.Thread(target=going.wait)  # a dead child is a live pid until somebody waits for it
+    reaper = threading.Thread(
+        target=going.wait
+    )  # a dead child is a live pid until somebody waits for it
     reaper.start()
     code, out, err = run(f"{POD} --runs=/shared --pause=0", capfd)
     reaper.join()

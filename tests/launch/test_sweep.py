@@ -1,4 +1,5 @@
-"""A sweep trains every combination once, goes on where it was stopped, and keeps what failed in its table."""
+"""A sweep trains every combination once, goes on where it was stopped, and keeps what failed in its
+table."""
 
 import contextlib
 import json
@@ -33,7 +34,10 @@ def sweep(grid, *more):
 def rows(runs):
     """The cells of the only table, line by line, without its head."""
     (path,) = runs.glob("sweep-tiny-*.md")
-    lines = [[cell.strip() for cell in line.strip("| \n").split(" | ")] for line in path.read_text().splitlines()]
+    lines = [
+        [cell.strip() for cell in line.strip("| \n").split(" | ")]
+        for line in path.read_text().splitlines()
+    ]
     return lines[0], lines[2:]
 
 
@@ -42,12 +46,18 @@ def test_every_combination_the_last_option_first():
         {"a": a, "b-c.d": b} for a, b in (("1", "x"), ("1", "y"), ("2", "x"), ("2", "y"))
     ]  # fmt: skip
     values = lambda text: [each["a"] for each in combinations(f"--a={text}")]
-    assert values("Lion(b1=0.9, b2=(0.1, 0.2)),AdamW()") == ["Lion(b1=0.9, b2=(0.1, 0.2))", "AdamW()"]
+    assert values("Lion(b1=0.9, b2=(0.1, 0.2)),AdamW()") == [
+        "Lion(b1=0.9, b2=(0.1, 0.2))",
+        "AdamW()",
+    ]
     assert values("(1,2),[3,4],{5:6,7:8}") == ["(1,2)", "[3,4]", "{5:6,7:8}"]
     assert values("'x, y',\"z\",Name('(,')") == ["x, y", "z", "Name('(,')"]
 
 
-@pytest.mark.parametrize("grid", ["", "  ", "--a", "--a=", "--a=1,,2", "a=1", "--a=1 --a=2", "--a=(1", "--a='x", "--a=1 2"])
+@pytest.mark.parametrize(
+    "grid",
+    ["", "  ", "--a", "--a=", "--a=1,,2", "a=1", "--a=1 --a=2", "--a=(1", "--a='x", "--a=1 2"],
+)
 def test_a_grid_that_is_none_is_refused(grid):
     with pytest.raises(ConfigError, match="--grid"):
         combinations(grid)
@@ -59,7 +69,9 @@ def test_a_table_and_a_figure_and_nothing_is_trained_twice(runs, capsys, monkeyp
     out = capsys.readouterr().out
     head, body = rows(runs)
     assert head[:3] == ["optimizer.learning-rate", "seed", "loss"] and head[-1] == "run"
-    assert sorted((row[0], row[1]) for row in body) == [(a, b) for a in ("1e-1", "1e-3") for b in "01"]
+    assert sorted((row[0], row[1]) for row in body) == [
+        (a, b) for a in ("1e-1", "1e-3") for b in "01"
+    ]
     for row in body:
         result = json.loads((runs.parent / row[-1] / "result.json").read_text())
         assert float(row[2]) == pytest.approx(result["validation"]["loss"], rel=1e-3)
@@ -93,10 +105,21 @@ def test_a_killed_sweep_goes_on_where_it_was(runs, monkeypatch):
 
 @pytest.mark.thorough
 def test_what_fails_stays_in_the_table_and_the_others_go_on(runs, capsys):
-    assert sweep("--optimizer.learning-rate=1e38,1e-3", "--clip-norm=1e30", "--max-skipped=1", "--steps=4") == 0
+    assert (
+        sweep(
+            "--optimizer.learning-rate=1e38,1e-3",
+            "--clip-norm=1e30",
+            "--max-skipped=1",
+            "--steps=4",
+        )
+        == 0
+    )
     _, body = rows(runs)
     assert [row[0] for row in body] == ["1e-3", "1e38"] and "failed: not finite" in body[1][-1]
-    assert sweep("--optimizer.learning-rate=1e38", "--clip-norm=1e30", "--max-skipped=1", "--steps=4") == 3
+    assert (
+        sweep("--optimizer.learning-rate=1e38", "--clip-norm=1e30", "--max-skipped=1", "--steps=4")
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +172,10 @@ def test_a_run_sees_only_gpus_that_the_sweep_sees(runs, monkeypatch, capsys, giv
 @pytest.mark.parametrize("count", ["0", "-1", "x"])
 def test_runs_at_a_time_are_a_number(runs, capsys, count):
     assert sweep("--seed=0,1", f"--parallel={count}") == 2
-    assert f"{count}: expected a whole number from 1 to " in capsys.readouterr().err and not runs.exists()
+    assert (
+        f"{count}: expected a whole number from 1 to " in capsys.readouterr().err
+        and not runs.exists()
+    )
 
 
 def test_too_few_runs_for_the_law_are_refused_before_training(runs, monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""Words that a user may type, in what launchers submit: YAML has them as they were, or the launcher refuses in one line.
+"""Words that a user may type, in what launchers submit: YAML has them as they were, or the launcher
+refuses in one line.
 
 PyYAML reads YAML 1.1, in which more words are something else than in YAML 1.2.
 """
@@ -24,15 +25,92 @@ from jaxformer.errors import ConfigError  # noqa: E402
 from tests.launch.fakes import install  # noqa: E402
 
 FOUR = "--topology=v5e:4x4"
-# what YAML 1.1 reads as a number, a time, a date, nothing, a truth value, a mapping, a list, a tag, an anchor, a comment
+# what YAML 1.1 reads as a number, a time, a date, nothing, a truth value, a mapping, a list, a tag,
+# an anchor, a comment
 WORDS = [
-    "2024", "null", "Null", "NULL", "~", "on", "off", "yes", "no", "y", "n", "True", "FALSE", "1e3", "1e+3", "0x10", "0o7",
-    "017", "0b1", "12:30", "1:30:45", "190:20:30", "2026-11-26", "2026-11-26T10:00:00Z", ".inf", "-.INF", ".nan", "1_000", "+1",
-    "-1", "1.", ".5", "=", "<<", "a:", "a: b", ":", "-", "- a", "?", "? a", "[a]", "{a: b}", "*a", "&a", "!a", "!!int 3", "#a",
-    "a #b", "|", ">", "%a", "@a", "`a", "'", '"', "'a'", '"a"', "\\", "a\\nb", "", " ", " a", "a ", "a\tb", "a\nb", "a\r\nb",
-    "\ta", "---", "...", "a\x85b", "a\u2028b", "a\u2029b", "\ufeffa", "a\x7fb", "a\x1bb", "a\u00a0b", "火", "😀", "é",
-    "٣", "１２",
-]  # fmt: skip
+    "2024",
+    "null",
+    "Null",
+    "NULL",
+    "~",
+    "on",
+    "off",
+    "yes",
+    "no",
+    "y",
+    "n",
+    "True",
+    "FALSE",
+    "1e3",
+    "1e+3",
+    "0x10",
+    "0o7",
+    "017",
+    "0b1",
+    "12:30",
+    "1:30:45",
+    "190:20:30",
+    "2026-11-26",
+    "2026-11-26T10:00:00Z",
+    ".inf",
+    "-.INF",
+    ".nan",
+    "1_000",
+    "+1",
+    "-1",
+    "1.",
+    ".5",
+    "=",
+    "<<",
+    "a:",
+    "a: b",
+    ":",
+    "-",
+    "- a",
+    "?",
+    "? a",
+    "[a]",
+    "{a: b}",
+    "*a",
+    "&a",
+    "!a",
+    "!!int 3",
+    "#a",
+    "a #b",
+    "|",
+    ">",
+    "%a",
+    "@a",
+    "`a",
+    "'",
+    '"',
+    "'a'",
+    '"a"',
+    "\\",
+    "a\\nb",
+    "",
+    " ",
+    " a",
+    "a ",
+    "a\tb",
+    "a\nb",
+    "a\r\nb",
+    "\ta",
+    "---",
+    "...",
+    "a\x85b",
+    "a\u2028b",
+    "a\u2029b",
+    "\ufeffa",
+    "a\x7fb",
+    "a\x1bb",
+    "a\u00a0b",
+    "火",
+    "😀",
+    "é",
+    "٣",
+    "１２",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +128,9 @@ def unchecked(monkeypatch):
 
 def launched(line, capsys):
     module, *words = line
-    code = importlib.import_module(f"experiments.launch.{module}").main([*words[:-1], "--dry", *words[-1]])
+    code = importlib.import_module(f"experiments.launch.{module}").main(
+        [*words[:-1], "--dry", *words[-1]]
+    )
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -77,15 +157,19 @@ ALPHABET = [
 
 
 @pytest.mark.parametrize(
-    "write", [slices.word, slices.quote, lambda text: slices.block(text, "  ")], ids=["word", "quoted", "block"]
+    "write",
+    [slices.word, slices.quote, lambda text: slices.block(text, "  ")],
+    ids=["word", "quoted", "block"],
 )
 def test_yaml_gives_back_every_text(write):
     for text in [*WORDS, *drawn(1500, ALPHABET, 12)]:
         read = yaml.safe_load(f"a: {write(text)}\nb: 1\n")
         assert read["b"] == 1 and type(read["a"]) is str
-        assert read["a"].removesuffix("\n") == text.rstrip("\n") if write(text).startswith("|") else read["a"] == text, repr(
-            text
-        )
+        assert (
+            read["a"].removesuffix("\n") == text.rstrip("\n")
+            if write(text).startswith("|")
+            else read["a"] == text
+        ), repr(text)
 
 
 def test_bytes_that_are_no_text_are_refused_by_name():
@@ -97,7 +181,14 @@ def test_bytes_that_are_no_text_are_refused_by_name():
 def test_options_of_a_jobset_are_texts_or_refused(option, unchecked, capsys):
     place = ["--bucket=my-bucket"] if option not in ("bucket", "claim") else []
     for text in filter(None, WORDS):
-        line = ["gke", "quickstart", FOUR, *place, *(["--image=i"] if option != "image" else []), f"--{option}={text}"]
+        line = [
+            "gke",
+            "quickstart",
+            FOUR,
+            *place,
+            *(["--image=i"] if option != "image" else []),
+            f"--{option}={text}",
+        ]
         code, out, err = launched([*line, ["--", "--mesh.data=-1"]], capsys)
         if code:
             assert (out, err.count("\n")) == ("", 1), (text, err)
@@ -107,16 +198,23 @@ def test_options_of_a_jobset_are_texts_or_refused(option, unchecked, capsys):
         (volume,) = pod["volumes"]
         found = {
             "bucket": volume.get("csi", {}).get("volumeAttributes", {}).get("bucketName"),
-            "claim": volume.get("persistentVolumeClaim", {}).get("claimName"), "name": document["metadata"]["name"],
-            "account": pod["serviceAccountName"], "image": pod["containers"][0]["image"],
-        }  # fmt: skip
+            "claim": volume.get("persistentVolumeClaim", {}).get("claimName"),
+            "name": document["metadata"]["name"],
+            "account": pod["serviceAccountName"],
+            "image": pod["containers"][0]["image"],
+        }
         assert found[option] == text, (text, found)
 
 
 def test_options_of_a_task_are_texts_or_refused(unchecked, capsys):
     for text in WORDS:
-        code, out, _ = launched(["skypilot", "quickstart", f"--accelerators={text}:8", "--bucket=s3://my-bucket", []], capsys)
-        assert (code == 2 and out == "") or yaml.safe_load(out)["resources"]["accelerators"] == f"{text}:8"
+        code, out, _ = launched(
+            ["skypilot", "quickstart", f"--accelerators={text}:8", "--bucket=s3://my-bucket", []],
+            capsys,
+        )
+        assert (code == 2 and out == "") or yaml.safe_load(out)["resources"][
+            "accelerators"
+        ] == f"{text}:8"
 
 
 @pytest.mark.parametrize("launcher", ["gke", "skypilot"])
@@ -126,8 +224,13 @@ def test_arguments_reach_the_hosts_as_they_were_typed(launcher, capsys):
     # an experiment takes no such options, so the words themselves are replaced
     prompts = [f"--sample.prompt={text}" for text in texts if text]
     for prompt in (prompts[0], prompts[-1], "--sample.prompt=" + "|".join(texts)):
-        options = {"gke": [FOUR, "--image=i", "--bucket=my-bucket"], "skypilot": [FOUR, "--bucket=my-bucket"]}[launcher]
-        code, out, err = launched([launcher, "quickstart", *options, ["--", "--mesh.data=-1", prompt]], capsys)
+        options = {
+            "gke": [FOUR, "--image=i", "--bucket=my-bucket"],
+            "skypilot": [FOUR, "--bucket=my-bucket"],
+        }[launcher]
+        code, out, err = launched(
+            [launcher, "quickstart", *options, ["--", "--mesh.data=-1", prompt]], capsys
+        )
         assert code == 0, err
         document = yaml.safe_load(out)
         if launcher == "gke":
@@ -137,7 +240,10 @@ def test_arguments_reach_the_hosts_as_they_were_typed(launcher, capsys):
             assert shlex.split(document["run"])[-1] == prompt
 
 
-@pytest.mark.parametrize("stem", ["2024", "null", "on", "yes", "1e3", "0x10", "12-30", "2026-11-26", "y", "true", "off", "n"])
+@pytest.mark.parametrize(
+    "stem",
+    ["2024", "null", "on", "yes", "1e3", "0x10", "12-30", "2026-11-26", "y", "true", "off", "n"],
+)
 def test_names_of_experiments_are_texts(stem):
     """EXP=2024 and EXP=null are files 2024.py and null.py."""
     name = slices.job_name(f"experiments/{stem}.py")
@@ -146,9 +252,33 @@ def test_names_of_experiments_are_texts(stem):
 
 GOOD = ["abc", "my-bucket", "a.b-c.d", "1-2", "a1b", "a" * 63, "my_bucket"]
 BAD = [
-    "", "ab", "-abc", "abc-", "ABC", "a b", "a/b", "a;b", "$(id)", "a..b", ".abc", "abc.", "192.168.5.4", "goog-x", "my-google",
-    "g00gle-x", "a" * 64, "a\nb", "abc\n", "ä-bucket", "a" * 64 + ".b", "null:", "~~~", "../etc", "x?y", "a\x00b",
-]  # fmt: skip
+    "",
+    "ab",
+    "-abc",
+    "abc-",
+    "ABC",
+    "a b",
+    "a/b",
+    "a;b",
+    "$(id)",
+    "a..b",
+    ".abc",
+    "abc.",
+    "192.168.5.4",
+    "goog-x",
+    "my-google",
+    "g00gle-x",
+    "a" * 64,
+    "a\nb",
+    "abc\n",
+    "ä-bucket",
+    "a" * 64 + ".b",
+    "null:",
+    "~~~",
+    "../etc",
+    "x?y",
+    "a\x00b",
+]
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -165,23 +295,61 @@ def test_names_that_no_provider_takes(name):
 
 
 @pytest.mark.parametrize(
-    "text", ["file:///etc", "/etc", "s3:/a", "s3://", "http://a/b", "S3://abc", "s3://abc/$(id)", "gs:/abc", "~/b"]
+    "text",
+    [
+        "file:///etc",
+        "/etc",
+        "s3:/a",
+        "s3://",
+        "http://a/b",
+        "S3://abc",
+        "s3://abc/$(id)",
+        "gs:/abc",
+        "~/b",
+    ],
 )
 def test_sources_that_nobody_mounts(text, capsys):
-    code, out, err = launched(["skypilot", "quickstart", "--accelerators=H100:8", f"--bucket={text}", []], capsys)
+    code, out, err = launched(
+        ["skypilot", "quickstart", "--accelerators=H100:8", f"--bucket={text}", []], capsys
+    )
     assert (code, out, err.count("\n")) == (2, "", 1) and "BUCKET=" in err
 
 
-@pytest.mark.parametrize("text", ["s3://abc/some/folder", "r2://abc", "oci://ABC_d", "cos://us-east/abc", "cw://abc",
-                                  "https://account1.blob.core.windows.net/abc", "nebius://abc"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://abc/some/folder",
+        "r2://abc",
+        "oci://ABC_d",
+        "cos://us-east/abc",
+        "cw://abc",
+        "https://account1.blob.core.windows.net/abc",
+        "nebius://abc",
+    ],
+)
 def test_sources_that_skypilot_mounts(text):
     assert skypilot.is_source(text)
 
 
 # W9: what the run would refuse, and what each host would have for itself
 
-PLACES = ["runs", "./runs", "../runs", "~/runs", "s3://abc/runs", "file:///runs", "gs:/abc", "gs://", "gs://AB/runs", "gs://a/runs",
-          "http://abc", "a\nb", "/a\nb", "S3://abc", "gs://goog-x/runs"]  # fmt: skip
+PLACES = [
+    "runs",
+    "./runs",
+    "../runs",
+    "~/runs",
+    "s3://abc/runs",
+    "file:///runs",
+    "gs:/abc",
+    "gs://",
+    "gs://AB/runs",
+    "gs://a/runs",
+    "http://abc",
+    "a\nb",
+    "/a\nb",
+    "S3://abc",
+    "gs://goog-x/runs",
+]
 POD = ["tpu_vm", "quickstart", "--tpu=my-pod", "--zone=us-east5-a"]
 
 
@@ -201,7 +369,8 @@ def test_folders_that_all_hosts_share(runs, unchecked, capsys):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "option"), list(itertools.product(["tpu_vm", "gke", "slurm", "skypilot"], ["-1", "", "1e3", "two", "٣"]))
+    ("launcher", "option"),
+    list(itertools.product(["tpu_vm", "gke", "slurm", "skypilot"], ["-1", "", "1e3", "two", "٣"])),
 )
 def test_counts_are_counts(launcher, option, capsys):
     """RETRIES=-1 was an endless or an impossible number of restarts."""
@@ -216,7 +385,9 @@ def test_a_pause_is_a_time(pause, capsys):
 
 @pytest.mark.parametrize("arguments", [["--runs=/x"], ["--jax=1"], ["--name=../x"], ["--name=-x"]])
 def test_arguments_of_the_run_cannot_change_where_it_goes(arguments, capsys):
-    code, out, err = launched([*POD, FOUR, "--bucket=my-bucket", ["--", "--mesh.data=-1", *arguments]], capsys)
+    code, out, err = launched(
+        [*POD, FOUR, "--bucket=my-bucket", ["--", "--mesh.data=-1", *arguments]], capsys
+    )
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
@@ -233,7 +404,10 @@ MOUNTED = {
     "bin/mountpoint": '#!/bin/bash\n[ -s "$CLOUD/mounted" ]\n',
     "bin/fusermount": '#!/bin/bash\n[ -e "$CLOUD/busy" ] && exit 1\n'
     'echo "away $(cat "$CLOUD/mounted")" >> "$CLOUD/done"; rm "$CLOUD/mounted"\n',
-    "bin/gcsfuse": '#!/bin/bash\necho "${@: -2:1}" > "$CLOUD/mounted"; echo "mounted ${@: -2:1}" >> "$CLOUD/done"\n',
+    "bin/gcsfuse": (
+        '#!/bin/bash\necho "${@: -2:1}" > "$CLOUD/mounted"; echo "mounted ${@: -2:1}" >> '
+        '"$CLOUD/done"\n'
+    ),
 }
 
 
@@ -246,7 +420,9 @@ def test_another_bucket_takes_the_place_of_the_first(tmp_path, monkeypatch):
     assert [mount("one"), mount("one"), mount("two")] == [0, 0, 0]
     assert (cloud / "done").read_text().splitlines() == ["mounted one", "away one", "mounted two"]
     (cloud / "busy").touch()
-    assert mount("one") != 0 and (cloud / "mounted").read_text() == "two\n"  # in use: the run does not start
+    assert (
+        mount("one") != 0 and (cloud / "mounted").read_text() == "two\n"
+    )  # in use: the run does not start
 
 
 def test_a_command_with_another_bucket_is_another_one():
@@ -275,15 +451,32 @@ def ends(error):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [({"0"}, 0), ({"2"}, 2), ({"3"}, 3), ({"130"}, 130), ({"1"}, 1), (set(), 1), (slices.Stopped(130), 130),
-     (slices.Stopped(143), 143), (slices.Stopped(129), 129), (ConfigError("is busy with another command"), 2)],
+    [
+        ({"0"}, 0),
+        ({"2"}, 2),
+        ({"3"}, 3),
+        ({"130"}, 130),
+        ({"1"}, 1),
+        (set(), 1),
+        (slices.Stopped(130), 130),
+        (slices.Stopped(143), 143),
+        (slices.Stopped(129), 129),
+        (ConfigError("is busy with another command"), 2),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_end_says_what_still_costs_money(error, code, unchecked, capsys, monkeypatch):
     monkeypatch.setattr(tpu_vm, "attempt", ends(error))
-    assert tpu_vm.main([*POD[1:], "--runs=/x", "--retries=1", "--pause=0", "--", "--mesh.data=-1"]) == code
+    assert (
+        tpu_vm.main([*POD[1:], "--runs=/x", "--retries=1", "--pause=0", "--", "--mesh.data=-1"])
+        == code
+    )
     out, err = capsys.readouterr()
-    assert out.count(DELETE) == 1 and "costs money" in out.splitlines()[-1] and "Traceback" not in out + err
+    assert (
+        out.count(DELETE) == 1
+        and "costs money" in out.splitlines()[-1]
+        and "Traceback" not in out + err
+    )
 
 
 def test_an_error_that_nobody_foresaw_says_it_too(capsys, monkeypatch):
@@ -299,12 +492,17 @@ def test_signals_end_with_what_costs_money(name, unchecked, capsys, monkeypatch)
 
     monkeypatch.setattr(tpu_vm, "attempt", lambda *_: signal.raise_signal(getattr(signal, name)))
     before = signal.getsignal(getattr(signal, name))
-    assert tpu_vm.main([*POD[1:], "--runs=/x", "--", "--mesh.data=-1"]) == 128 + getattr(signal, name)
+    assert tpu_vm.main([*POD[1:], "--runs=/x", "--", "--mesh.data=-1"]) == 128 + getattr(
+        signal, name
+    )
     assert DELETE in capsys.readouterr().out and signal.getsignal(getattr(signal, name)) == before
 
 
 SUBMITTED = [
-    (["gke", "quickstart", FOUR, "--image=i", "--bucket=my-bucket"], "kubectl delete jobset quickstart"),
+    (
+        ["gke", "quickstart", FOUR, "--image=i", "--bucket=my-bucket"],
+        "kubectl delete jobset quickstart",
+    ),
     (["skypilot", "quickstart", FOUR, "--bucket=my-bucket"], "sky jobs cancel --name quickstart"),
 ]
 
@@ -322,5 +520,7 @@ def test_what_is_submitted_can_be_ended(line, says, code, unchecked, capsys, mon
     monkeypatch.setattr(lock, "write", lambda: None)
     monkeypatch.setattr(slices.subprocess, "run", run)
     module, *words = line
-    found = importlib.import_module(f"experiments.launch.{module}").main([*words, "--", "--mesh.data=-1"])
+    found = importlib.import_module(f"experiments.launch.{module}").main(
+        [*words, "--", "--mesh.data=-1"]
+    )
     assert found == (130 if code is None else code) and says in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Masks of thousands of operators: up to a limit everything works, beyond it one line says so; never a RecursionError."""
+"""Masks of thousands of operators: up to a limit everything works, beyond it one line says so;
+never a RecursionError."""
 
 import jax
 import pytest
@@ -58,7 +59,11 @@ def test_the_deepest_mask_works_everywhere(name):
 @pytest.mark.thorough
 def test_the_widest_mask_can_be_named():
     mask = wide(MOST)
-    assert hash(mask) == hash(wide(MOST)) and repr(mask).count("&") == MOST - 2 and config.describe(mask)
+    assert (
+        hash(mask) == hash(wide(MOST))
+        and repr(mask).count("&") == MOST - 2
+        and config.describe(mask)
+    )
 
 
 @pytest.mark.parametrize("build", [nested, negated, own])
@@ -81,10 +86,14 @@ def test_a_wider_one_is_refused_when_it_is_built():
 @pytest.mark.parametrize(
     "text",
     [
-        " & ".join(["causal()"] * 900), "~" * 9_000 + "causal()", "(" * 5_000 + "causal()" + ")" * 4_900,
-        "causal() | (" * 80 + "causal()" + ")" * 80, "~" * 100 + "causal()", " & ".join(["causal() | causal()"] * 400),
+        " & ".join(["causal()"] * 900),
+        "~" * 9_000 + "causal()",
+        "(" * 5_000 + "causal()" + ")" * 4_900,
+        "causal() | (" * 80 + "causal()" + ")" * 80,
+        "~" * 100 + "causal()",
+        " & ".join(["causal() | causal()"] * 400),
     ],
-)  # fmt: skip
+)
 def test_expressions_of_thousands_of_operators(text):
     names = {"causal": causal}
     try:

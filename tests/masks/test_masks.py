@@ -15,7 +15,9 @@ from jaxformer.masks import blocks as mask_blocks, rules as mask_rules
 from jaxformer.runs.names import MODEL
 
 small = st.integers(0, 5)
-layouts = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).random((3, 4)) < 0.5)
+layouts = st.integers(0, 2**32 - 1).map(
+    lambda seed: np.random.default_rng(seed).random((3, 4)) < 0.5
+)
 written = st.one_of(
     st.just(masks.full()),
     st.just(masks.causal()),
@@ -23,7 +25,9 @@ written = st.one_of(
     st.builds(masks.strided, st.integers(1, 5)),
     st.builds(masks.prefix, st.integers(0, 6)),
     st.builds(masks.chunked, st.integers(1, 4), st.integers(0, 2), st.integers(0, 2)),
-    st.builds(lambda stride, share: masks.columns(stride, stride * share // 5), st.integers(1, 5), small),
+    st.builds(
+        lambda stride, share: masks.columns(stride, stride * share // 5), st.integers(1, 5), small
+    ),
     st.builds(masks.global_tokens, st.one_of(small, st.lists(st.integers(0, 9), max_size=3))),
     st.builds(masks.random_blocks, st.integers(1, 3), st.integers(1, 3), small, st.integers(1, 12)),
     st.builds(masks.longformer, st.integers(0, 6), small),
@@ -44,7 +48,9 @@ def combined(leaves, max_leaves=6):
 
 def trees(leaves):
     """Combinations of one head, and combinations of those head by head."""
-    heads = st.lists(combined(leaves, 2), min_size=2, max_size=2).map(lambda heads: masks.by_head(*heads))
+    heads = st.lists(combined(leaves, 2), min_size=2, max_size=2).map(
+        lambda heads: masks.by_head(*heads)
+    )
     return st.one_of(combined(leaves), combined(st.one_of(leaves, heads), 4))
 
 
@@ -58,7 +64,9 @@ def visible(mask: masks.Mask, i: int, j: int, head: int = 0) -> bool:
             return j <= i
         case "window":
             left, right, dilation = (*args, 1)[:3]
-            return j in [i - dilation * m for m in range(left + 1)] + [i + dilation * m for m in range(1, right + 1)]
+            return j in [i - dilation * m for m in range(left + 1)] + [
+                i + dilation * m for m in range(1, right + 1)
+            ]
         case "strided":
             return (i - j) % args[0] == 0
         case "prefix":
@@ -75,7 +83,11 @@ def visible(mask: masks.Mask, i: int, j: int, head: int = 0) -> bool:
         case "block_sparse":
             layout = mask_rules.layout_of(*args[1:])
             row, column = i // args[0], j // args[0]
-            return 0 <= row < layout.shape[1] and 0 <= column < layout.shape[2] and layout[0, row, column]
+            return (
+                0 <= row < layout.shape[1]
+                and 0 <= column < layout.shape[2]
+                and layout[0, row, column]
+            )
         case "random_blocks":
             chosen = mask_rules.choice_of(mask)
             return j // args[1] in chosen[i // args[1] % len(chosen)]
@@ -91,12 +103,17 @@ def visible(mask: masks.Mask, i: int, j: int, head: int = 0) -> bool:
 
 
 def definition(mask, first, T, S, heads):
-    return [[[visible(mask, i, j, n) for j in range(S)] for i in range(first, first + T)] for n in range(heads)]
+    return [
+        [[visible(mask, i, j, n) for j in range(S)] for i in range(first, first + T)]
+        for n in range(heads)
+    ]
 
 
 def evaluated(mask, first, T, S):
     """`mask.at(first).dense(T, S)[0]` in NumPy: the same rules, nothing to compile."""
-    return mask.sized(S)._evaluate(np.arange(first, first + T)[None, None, :, None], np.arange(S)[None, None, None])[0]
+    return mask.sized(S)._evaluate(
+        np.arange(first, first + T)[None, None, :, None], np.arange(S)[None, None, None]
+    )[0]
 
 
 @settings(deadline=None, max_examples=100)
@@ -145,9 +162,21 @@ def test_what_has_no_text_form_is_readable_and_refused():
 
 
 @pytest.mark.parametrize(
-    "text", ["windw(3)", "causal() + full()", "window(-1)", "__import__('os')", "window(1, 2, 3, 4)", "", "by_head()",
-             "by_head(3)", "causal().to(3)", "global_tokens('a')", "global_tokens((1.5,))"]
-)  # fmt: skip
+    "text",
+    [
+        "windw(3)",
+        "causal() + full()",
+        "window(-1)",
+        "__import__('os')",
+        "window(1, 2, 3, 4)",
+        "",
+        "by_head()",
+        "by_head(3)",
+        "causal().to(3)",
+        "global_tokens('a')",
+        "global_tokens((1.5,))",
+    ],
+)
 def test_other_text_is_refused(text):
     with pytest.raises(ConfigError):
         evaluate(text, MODEL)
@@ -219,7 +248,9 @@ def by_differences(mask, i, j):
 @settings(deadline=None, max_examples=60)
 @given(EXTREMES, st.sampled_from([0, -3, 2, 30, 2**30, -(2**30)]))
 def test_arguments_near_the_end_of_the_integers(mask, first):
-    truth = np.array([[by_differences(mask, i, j) for j in range(7)] for i in range(first, first + 5)])
+    truth = np.array(
+        [[by_differences(mask, i, j) for j in range(7)] for i in range(first, first + 5)]
+    )
     rows = first + np.arange(5)
     # as the rules get them: from dense, from blocks, and while a block is looked at
     with jax.disable_jit():
@@ -259,7 +290,9 @@ def test_lengths_and_prefix_by_row():
 
 def test_masks_are_static_arguments_or_pytrees():
     static = jax.jit(lambda mask: mask.dense(3, 3), static_argnums=0)
-    np.testing.assert_array_equal(static(masks.causal() | masks.prefix(1)), (masks.causal() | masks.prefix(1)).dense(3, 3))
+    np.testing.assert_array_equal(
+        static(masks.causal() | masks.prefix(1)), (masks.causal() | masks.prefix(1)).dense(3, 3)
+    )
     traced = jax.jit(lambda mask: mask.dense(3, 3))
     mask = masks.causal() & masks.segments(jnp.array([[1, 1, 2]]))
     np.testing.assert_array_equal(traced(mask), mask.dense(3, 3))
@@ -267,7 +300,9 @@ def test_masks_are_static_arguments_or_pytrees():
 
 def test_a_users_rule_is_a_mask():
     even = masks.Mask(lambda mask, q, kv: (q + kv) % 2 == 0)
-    np.testing.assert_array_equal((even & masks.causal()).dense(3, 3)[0, 0], [[1, 0, 0], [0, 1, 0], [1, 0, 1]])
+    np.testing.assert_array_equal(
+        (even & masks.causal()).dense(3, 3)[0, 0], [[1, 0, 0], [0, 1, 0], [1, 0, 1]]
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (5, 2)])
@@ -291,11 +326,21 @@ def test_positions_by_row():
     q, kv = rng.integers(0, 12, (3, 4)), rng.integers(0, 12, (3, 5))
     layout = rng.random((2, 4, 4)) < 0.5
     for mask in (
-        *(masks.window(3, 1, 2), masks.bigbird(2, random=1).sized(12), masks.block_sparse(jnp.asarray(layout), 3)),
-        *(masks.sparse_transformer_fixed(4, 1), masks.by_head(masks.causal(), masks.global_tokens((3, 5)))),
+        *(
+            masks.window(3, 1, 2),
+            masks.bigbird(2, random=1).sized(12),
+            masks.block_sparse(jnp.asarray(layout), 3),
+        ),
+        *(
+            masks.sparse_transformer_fixed(4, 1),
+            masks.by_head(masks.causal(), masks.global_tokens((3, 5))),
+        ),
         masks.segments(jnp.arange(12)[None] // 4),  # the same ids for all rows
     ):
-        by_row, whole = np.asarray(jax.jit(mask.__call__)(q, kv)), np.asarray(mask.at(0).dense(12, 12)[0])
+        by_row, whole = (
+            np.asarray(jax.jit(mask.__call__)(q, kv)),
+            np.asarray(mask.at(0).dense(12, 12)[0]),
+        )
         for b in range(3):
             np.testing.assert_array_equal(by_row[b], whole[:, q[b]][:, :, kv[b]])
 
@@ -308,7 +353,11 @@ def test_block_sparse_repeats_its_layout_and_sees_nothing_beyond(dynamic):
         expected = np.zeros((3 if heads.ndim == 3 else 1, 8, 15), bool)
         expected[:, :6, :12] = heads.repeat(3, -2).repeat(3, -1)
         np.testing.assert_array_equal(mask.at(0).dense(8, 15)[0], expected)
-    assert masks.block_sparse(layout.tolist(), 3) == masks.block_sparse(layout, 3) != masks.block_sparse(~layout, 3)
+    assert (
+        masks.block_sparse(layout.tolist(), 3)
+        == masks.block_sparse(layout, 3)
+        != masks.block_sparse(~layout, 3)
+    )
 
 
 def test_random_blocks_are_distinct_fixed_by_the_seed_and_evenly_spread():
@@ -346,7 +395,9 @@ def test_compositions_are_those_of_the_papers():
     blocks = bigbird[::10, ::10]
     np.testing.assert_array_equal(bigbird, blocks.repeat(10, 0).repeat(10, 1))
     assert blocks[:2].all() and blocks[:, :2].all()
-    assert all(blocks[i, max(i - 1, 0) : i + 2].all() and 5 <= blocks[i].sum() <= 7 for i in range(3, 19))
+    assert all(
+        blocks[i, max(i - 1, 0) : i + 2].all() and 5 <= blocks[i].sum() <= 7 for i in range(3, 19)
+    )
 
 
 def test_two_offsets_do_not_combine():
@@ -365,7 +416,9 @@ def test_names_conjuncts_and_static():
     assert not mask.static and not masks.causal().at(jnp.asarray(1)).static
     assert masks.by_head(masks.causal().at(3), masks.bigbird(4)).static
     shifting = masks.by_head(~masks.causal(), masks.window(3, 0, 2) | masks.strided(4))
-    assert masks.shift_invariant(shifting) and not masks.shift_invariant(shifting & masks.chunked(3))
+    assert masks.shift_invariant(shifting) and not masks.shift_invariant(
+        shifting & masks.chunked(3)
+    )
     with pytest.raises(ValueError, match="one head each"):
         masks.by_head(shifting, masks.full()).dense(3, 3)
 
@@ -374,9 +427,12 @@ def test_names_conjuncts_and_static():
 
 
 def brute_of(dense, rows, columns):
-    """The definition: EMPTY if no pair of a block is visible in any head, FULL if all are in all of them."""
+    """The definition: EMPTY if no pair of a block is visible in any head, FULL if all are in all of
+    them."""
     edges = np.arange(0, dense.shape[1], rows), np.arange(0, dense.shape[2], columns)
-    count = lambda x: np.add.reduceat(np.add.reduceat(x.astype(int), edges[0], axis=-2), edges[1], axis=-1)
+    count = lambda x: np.add.reduceat(
+        np.add.reduceat(x.astype(int), edges[0], axis=-2), edges[1], axis=-1
+    )
     seen, pairs = count(dense), count(np.ones(dense.shape[1:], bool))
     empty, full = (seen == 0).all(0), (seen == pairs).all(0)
     return np.where(empty, masks.EMPTY, np.where(full, masks.FULL, masks.PARTIAL))
@@ -384,12 +440,38 @@ def brute_of(dense, rows, columns):
 
 LAYOUT = np.random.default_rng(3).random((2, 7, 9)) < 0.6
 CASES = [
-    *(masks.full(), ~masks.full(), masks.causal(), masks.window(5), masks.window(3, 2), masks.window(4, 1, 3)),
-    *(masks.strided(1), masks.strided(5), masks.prefix(7), masks.chunked(4), masks.chunked(3, 1, 2)),
-    *(masks.columns(6, 2), masks.global_tokens(5), masks.global_tokens((0, 7, 8, 31)), masks.random_blocks(2, 3)),
-    *(masks.random_blocks(2, 5, 1, 20), masks.block_sparse(LAYOUT, 4), masks.block_sparse(LAYOUT[0], 5)),
+    *(
+        masks.full(),
+        ~masks.full(),
+        masks.causal(),
+        masks.window(5),
+        masks.window(3, 2),
+        masks.window(4, 1, 3),
+    ),
+    *(
+        masks.strided(1),
+        masks.strided(5),
+        masks.prefix(7),
+        masks.chunked(4),
+        masks.chunked(3, 1, 2),
+    ),
+    *(
+        masks.columns(6, 2),
+        masks.global_tokens(5),
+        masks.global_tokens((0, 7, 8, 31)),
+        masks.random_blocks(2, 3),
+    ),
+    *(
+        masks.random_blocks(2, 5, 1, 20),
+        masks.block_sparse(LAYOUT, 4),
+        masks.block_sparse(LAYOUT[0], 5),
+    ),
     *(masks.longformer(8, 2), masks.bigbird(3), masks.causal() & masks.bigbird(4, random=1)),
-    *(masks.sparse_transformer_strided(6), masks.sparse_transformer_fixed(6, 2), masks.causal() & masks.window(6)),
+    *(
+        masks.sparse_transformer_strided(6),
+        masks.sparse_transformer_fixed(6, 2),
+        masks.causal() & masks.window(6),
+    ),
     masks.by_head(masks.causal(), masks.bigbird(4), ~masks.chunked(5)) & masks.window(15, 3),
     masks.causal() & masks.window(9) | masks.global_tokens(4),
     (masks.strided(3) | masks.columns(4, 1)) & ~masks.chunked(10, 1),
@@ -398,16 +480,24 @@ CASES = [
 
 
 def sweep(mask, share):
-    """All lengths up to 40, all square blocks up to 8 and as many oblong ones; or a share of them."""
+    """All lengths up to 40, all square blocks up to 8 and as many oblong ones; or a share of
+    them."""
     rng = np.random.default_rng(4)
     for T in range(1, 41):
         for S in range(1, 41):
-            blocks = [(b, c) for b in range(1, 9) for c in (b, int(rng.integers(1, 9))) if rng.random() <= share]
+            blocks = [
+                (b, c)
+                for b in range(1, 9)
+                for c in (b, int(rng.integers(1, 9)))
+                if rng.random() <= share
+            ]
             dense = evaluated(mask, S - T, T, S) if blocks else None
             for block in blocks:
                 got = mask.blocks(T, S, block)
                 assert got.dtype == np.int8
-                assert np.array_equal(got, brute_of(dense, *block)), f"{mask}: T={T}, S={S}, block {block}"
+                assert np.array_equal(got, brute_of(dense, *block)), (
+                    f"{mask}: T={T}, S={S}, block {block}"
+                )
 
 
 @pytest.mark.thorough_after(2)
@@ -424,7 +514,14 @@ def test_blocks_equal_brute_force_at_every_size(mask):
 
 @pytest.mark.thorough
 @settings(deadline=None, max_examples=300)
-@given(trees(leaves), st.integers(1, 20), st.integers(1, 20), st.integers(1, 8), st.integers(1, 8), st.data())
+@given(
+    trees(leaves),
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.data(),
+)
 def test_blocks_of_combinations_and_offsets_equal_brute_force(mask, T, S, rows, columns, data):
     first = data.draw(st.integers(-5, 15))
     got = mask.at(first).blocks(T, S, (rows, columns))
@@ -443,7 +540,9 @@ def test_blocks_without_looking_at_pairs_are_never_wrong(mask, T, S, block):
     np.testing.assert_array_equal(np.where(got == masks.PARTIAL, truth, got), truth)
 
 
-@pytest.mark.parametrize("mask", [masks.full(), masks.bigbird(4), masks.chunked(3) & masks.prefix(2)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [masks.full(), masks.bigbird(4), masks.chunked(3) & masks.prefix(2)], ids=str
+)
 def test_no_queries_or_no_keys(mask):
     for T, S in ((0, 5), (5, 0), (0, 0)):
         assert mask.blocks(T, S, 4).shape == (-(-T // 4), -(-S // 4))
@@ -455,7 +554,11 @@ def test_no_queries_or_no_keys(mask):
 def test_a_long_sequence_is_classified_without_an_array_of_all_pairs(mask, monkeypatch):
     looked = []
     look = mask_blocks.count_visible
-    monkeypatch.setattr(mask_blocks, "count_visible", lambda *a: looked.append(a[3].size * a[4].size * len(a[5])) or look(*a))
+    monkeypatch.setattr(
+        mask_blocks,
+        "count_visible",
+        lambda *a: looked.append(a[3].size * a[4].size * len(a[5])) or look(*a),
+    )
     n, block = 131_072, 512
     classes = mask.blocks(n, n, block)
     assert classes.shape == (256, 256) and sum(looked) <= 2 * mask_blocks.BUDGET
@@ -473,29 +576,51 @@ def test_arrays_make_blocks_partial_where_the_rest_does_not_decide():
     expected = causal.blocks(12, 12, 4)
     flags = jnp.asarray(np.random.default_rng(5).random((2, 12)) < 0.2)
     for mask in (
-        *(window & causal & masks.lengths(kv=jnp.array([3, 7])), ~causal | masks.prefix(jnp.array([2, 5])) | ~window),
-        *(window | masks.global_tokens(flags), ~(causal & masks.by_head(masks.segments(ids), window, masks.full()))),
+        *(
+            window & causal & masks.lengths(kv=jnp.array([3, 7])),
+            ~causal | masks.prefix(jnp.array([2, 5])) | ~window,
+        ),
+        *(
+            window | masks.global_tokens(flags),
+            ~(causal & masks.by_head(masks.segments(ids), window, masks.full())),
+        ),
     ):
-        got, truth = mask.blocks(12, 12, 2), brute_of(np.asarray(mask.dense(12, 12)).reshape(-1, 12, 12), 2, 2)
+        got, truth = (
+            mask.blocks(12, 12, 2),
+            brute_of(np.asarray(mask.dense(12, 12)).reshape(-1, 12, 12), 2, 2),
+        )
         np.testing.assert_array_equal(np.where(got == masks.PARTIAL, truth, got), truth)
         assert len(np.unique(got)) == 2
-        assert mask.density(12, 12) == pytest.approx(np.asarray(mask.dense(12, 12)).mean(), abs=1e-6)  # a float32 mean
-    np.testing.assert_array_equal((causal & masks.segments(ids)).blocks(12, 12, 4), np.minimum(expected, 1))
-    np.testing.assert_array_equal((causal | masks.segments(ids)).blocks(12, 12, 4), np.maximum(expected, 1))
-    np.testing.assert_array_equal((~(causal & masks.segments(ids))).blocks(12, 12, 4), 2 - np.minimum(expected, 1))
-    # what is known is settled together: causal and its opposite leave nothing, whatever the segments are
+        assert mask.density(12, 12) == pytest.approx(
+            np.asarray(mask.dense(12, 12)).mean(), abs=1e-6
+        )  # a float32 mean
+    np.testing.assert_array_equal(
+        (causal & masks.segments(ids)).blocks(12, 12, 4), np.minimum(expected, 1)
+    )
+    np.testing.assert_array_equal(
+        (causal | masks.segments(ids)).blocks(12, 12, 4), np.maximum(expected, 1)
+    )
+    np.testing.assert_array_equal(
+        (~(causal & masks.segments(ids))).blocks(12, 12, 4), 2 - np.minimum(expected, 1)
+    )
+    # what is known is settled together: causal and its opposite leave nothing, whatever the
+    # segments are
     assert (causal & masks.segments(ids) & ~causal).blocks(12, 12, 5).max() == masks.EMPTY
     heads = masks.by_head(masks.segments(ids), ~masks.full()) & causal
     np.testing.assert_array_equal(heads.blocks(12, 12, 4), np.minimum(expected, 1))
     with pytest.raises(ValueError, match="traced"):
         jax.jit(lambda x: masks.segments(x).density(12, 12))(ids)
-    assert masks.segments(jnp.array([[1, 1, 2], [0, 0, 1]])).density(3, 3) == pytest.approx((5 + 1) / 18)
+    assert masks.segments(jnp.array([[1, 1, 2], [0, 0, 1]])).density(3, 3) == pytest.approx(
+        (5 + 1) / 18
+    )
 
 
 def test_an_integer_offset_stays_known_under_jit():
     """A mask that is an argument of `jit` keeps its number; only an array is traced."""
     mask, seen = masks.causal().at(0) & masks.lengths(kv=jnp.array([2])), []
-    blocks = jax.jit(lambda mask: seen.append(mask.blocks(4, 8, 4).tolist()) or mask.dense(4, 8))(mask)
+    blocks = jax.jit(lambda mask: seen.append(mask.blocks(4, 8, 4).tolist()) or mask.dense(4, 8))(
+        mask
+    )
     np.testing.assert_array_equal(blocks, mask.dense(4, 8))
     assert seen == [[[1, 0]]] and not jax.tree.leaves(masks.causal().at(3))
 
@@ -532,9 +657,13 @@ def test_blocks_while_tracing():
 
     dense, _ = trace(3)
     np.testing.assert_array_equal(seen[0], brute_of(np.asarray(dense)[0], 3, 3))
-    np.testing.assert_array_equal(seen[1], np.minimum(masks.causal().blocks(12, 12, 3), masks.PARTIAL))
+    np.testing.assert_array_equal(
+        seen[1], np.minimum(masks.causal().blocks(12, 12, 3), masks.PARTIAL)
+    )
     heads = masks.Mask(lambda mask, q, kv: kv <= q + jnp.arange(3)[None, :, None, None])
-    np.testing.assert_array_equal(heads.blocks(9, 9, 2), brute_of(np.asarray(heads.dense(9, 9))[0], 2, 2))
+    np.testing.assert_array_equal(
+        heads.blocks(9, 9, 2), brute_of(np.asarray(heads.dense(9, 9))[0], 2, 2)
+    )
     everything = masks.Mask(lambda mask, q, kv: True)
     assert (everything.blocks(9, 9, 2) == masks.FULL).all() and everything.density(9, 9) == 1
 
@@ -543,8 +672,11 @@ def test_density_of_long_sequences():
     n = 131_072
     assert masks.causal().density(n, n) == (n + 1) / (2 * n)
     assert masks.chunked(512).density(n, n) == 512 / n
-    assert masks.bigbird(64, random=1, globals=0, window=1).density(512, 512) == pytest.approx(2 / 8, abs=1 / 8)
-    # two triangles are missing where the window leaves the sequence; global rows and columns cover some of the window
+    assert masks.bigbird(64, random=1, globals=0, window=1).density(512, 512) == pytest.approx(
+        2 / 8, abs=1 / 8
+    )
+    # two triangles are missing where the window leaves the sequence; global rows and columns cover
+    # some of the window
     window = 513 * n - 256 * 257
     covered = 2 * sum(257 + i for i in range(16)) - sum(1 for i in range(16) for j in range(16))
     expected = (window + 32 * n - 256 - covered) / n**2

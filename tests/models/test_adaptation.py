@@ -1,4 +1,5 @@
-"""Trained models made into others: low-rank updates, partial restores, vocabularies, position tables."""
+"""Trained models made into others: low-rank updates, partial restores, vocabularies, position
+tables."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -48,7 +49,9 @@ def model(config):
 def factors_of(config, pattern, seed=1):
     """Factors of which none is zero."""
     spec = adaptation.lora(models.spec(config), pattern, RANK)
-    return jax.jit(lambda key: jax.tree.map(lambda a: a + 0.1, params.init(spec, key)))(jax.random.key(seed))
+    return jax.jit(lambda key: jax.tree.map(lambda a: a + 0.1, params.init(spec, key)))(
+        jax.random.key(seed)
+    )
 
 
 def equal(a, b):
@@ -60,7 +63,9 @@ def equal(a, b):
 
 def test_factors_follow_what_a_kernel_contracts():
     """Inputs and outputs are those of the product, layers and experts have factors of their own."""
-    shapes = lambda config: jax.tree.map(lambda leaf: leaf.shape, adaptation.lora(models.spec(config), EVERYTHING, RANK))
+    shapes = lambda config: jax.tree.map(
+        lambda leaf: leaf.shape, adaptation.lora(models.spec(config), EVERYTHING, RANK)
+    )
     found = shapes(UNTIED)
     assert found["layers/attention/query/kernel"] == {"a": (L, D, RANK), "b": (L, RANK, N, H)}
     assert found["layers/attention/value/kernel"] == {"a": (L, D, RANK), "b": (L, RANK, K, H)}
@@ -75,9 +80,12 @@ def test_factors_follow_what_a_kernel_contracts():
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", [UNTIED, EXPERTS], ids=["untied", "experts"])
 def test_adapted_models_start_as_they_were(config):
-    """The input side's factor is drawn, with variance 1 / inputs; the other is zero, so the weights stay bit for bit."""
+    """The input side's factor is drawn, with variance 1 / inputs; the other is zero, so the weights
+    stay bit for bit."""
     weights = weights_of(config)
-    factors = jax.jit(partial(params.init, adaptation.lora(models.spec(config), EVERYTHING, 50)))(jax.random.key(1))
+    factors = jax.jit(partial(params.init, adaptation.lora(models.spec(config), EVERYTHING, 50)))(
+        jax.random.key(1)
+    )
     assert jax.tree.all(equal(merge(weights, factors, 2.0), weights))
     for path, pair in factors.items():
         drawn, zero = ("b", "a") if path.startswith("heads") else ("a", "b")
@@ -96,14 +104,21 @@ def test_merge_adds_the_product_in_each_layer_and_takes_it_away():
         if path not in factors:
             np.testing.assert_array_equal(after[path], before[path])
             continue
-        a, b = np.asarray(factors[path]["a"], np.float64), np.asarray(factors[path]["b"], np.float64)
+        a, b = (
+            np.asarray(factors[path]["a"], np.float64),
+            np.asarray(factors[path]["b"], np.float64),
+        )
         update = np.einsum("vr,rd->vd", a, b) if path.startswith("heads") else 0
         if path.startswith("layers"):
             update = np.stack([np.tensordot(a[layer], b[layer], 1) for layer in range(L)])
-        np.testing.assert_allclose(after[path], before[path] + 1.5 * update, rtol=1e-5, atol=1e-6)  # float32
+        np.testing.assert_allclose(
+            after[path], before[path] + 1.5 * update, rtol=1e-5, atol=1e-6
+        )  # float32
     back = params.paths(jax.jit(adaptation.merge)(merged, factors, -1.5))
     for path in before:
-        np.testing.assert_allclose(back[path], before[path], atol=1e-6)  # one rounding each way, of numbers near 1
+        np.testing.assert_allclose(
+            back[path], before[path], atol=1e-6
+        )  # one rounding each way, of numbers near 1
 
 
 @pytest.mark.thorough
@@ -119,16 +134,21 @@ def test_an_adapted_layer_is_the_layer_plus_its_low_rank_path():
 
 @pytest.mark.thorough
 def test_only_the_factors_train():
-    """Gradient steps on the factors alone lower the loss; the weights are the same arrays as before."""
+    """Gradient steps on the factors alone lower the loss; the weights are the same arrays as
+    before."""
     weights = weights_of(GPT)
     kept = jax.tree.map(np.array, weights)
-    factors = params.init(adaptation.lora(models.spec(GPT), "attention/(query|value)", RANK), jax.random.key(1))
+    factors = params.init(
+        adaptation.lora(models.spec(GPT), "attention/(query|value)", RANK), jax.random.key(1)
+    )
 
     @jax.jit
     @jax.value_and_grad
     def loss(factors, weights):
         logits = models.apply(GPT, adaptation.merge(weights, factors, 2.0), TOKENS).logits
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), TOKENS[:, 1:, None], -1))
+        return -jnp.mean(
+            jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), TOKENS[:, 1:, None], -1)
+        )
 
     losses = []
     for _ in range(10):
@@ -148,12 +168,16 @@ def test_low_precision_weights_keep_their_dtype():
     factors = factors_of(GPT, "up")
     merged = adaptation.merge(weights, factors, 1.0)
     wide = adaptation.merge(optax.tree.cast(weights, jnp.float32), factors, 1.0)
-    assert jax.tree.all(equal(merged, optax.tree.cast(wide, jnp.bfloat16)))  # summed in float32, rounded once
+    assert jax.tree.all(
+        equal(merged, optax.tree.cast(wide, jnp.bfloat16))
+    )  # summed in float32, rounded once
 
 
 @pytest.mark.thorough
 def test_lora_refuses_by_name():
-    with pytest.raises(ConfigError, match=r"no matrix matches 'queries'.*layers/attention/query/kernel"):
+    with pytest.raises(
+        ConfigError, match=r"no matrix matches 'queries'.*layers/attention/query/kernel"
+    ):
         adaptation.lora(models.spec(GPT), "queries", 2)
     with pytest.raises(ConfigError, match="have no heads/language_model/kernel"):
         adaptation.merge(weights_of(GPT), factors_of(UNTIED, "heads"), 1.0)
@@ -168,7 +192,9 @@ def test_lora_refuses_by_name():
 def test_a_trained_stack_gets_a_new_head():
     classifier = replace(GPT, heads=(Classification(4),))
     source, target = weights_of(UNTIED), weights_of(classifier, 1)
-    with pytest.raises(ConfigError, match=r"missing: heads/classification/.*; unused: heads/language_model"):
+    with pytest.raises(
+        ConfigError, match=r"missing: heads/classification/.*; unused: heads/language_model"
+    ):
         adaptation.transfer(target, source)
     moved, report = adaptation.transfer(target, source, allow="^heads/")
     assert jax.tree.structure(moved) == jax.tree.structure(target)
@@ -187,7 +213,9 @@ def test_renamed_leaves_find_their_place():
     pair = replace(PAIR, share_embeddings=False)
     source, target = weights_of(encoder), weights_of(pair, 1)
     moved, report = adaptation.transfer(target, source, rename={"^": "encoder/"}, allow="^decoder/")
-    assert jax.tree.all(equal(moved["encoder"], source)) and jax.tree.all(equal(moved["decoder"], target["decoder"]))
+    assert jax.tree.all(equal(moved["encoder"], source)) and jax.tree.all(
+        equal(moved["decoder"], target["decoder"])
+    )
     assert len(report.taken) == len(jax.tree.leaves(source)) and report.unused == []
     with pytest.raises(ConfigError, match="the path one; make them differ"):
         adaptation.transfer(target, source, rename={"^.*$": "one"})
@@ -195,31 +223,64 @@ def test_renamed_leaves_find_their_place():
 
 @pytest.mark.thorough
 def test_other_shapes_are_reported_and_dtypes_are_the_targets():
-    source, target = weights_of(GPT), optax.tree.cast(weights_of(replace(GPT, d_ff=8), 1), jnp.bfloat16)
-    with pytest.raises(ConfigError, match=r"misshapen: layers/feedforward/down/kernel \(3, 20, 12\) for \(3, 8, 12\)"):
+    source, target = (
+        weights_of(GPT),
+        optax.tree.cast(weights_of(replace(GPT, d_ff=8), 1), jnp.bfloat16),
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"misshapen: layers/feedforward/down/kernel \(3, 20, 12\) for \(3, 8, 12\)",
+    ):
         adaptation.transfer(target, source)
     moved, report = adaptation.transfer(target, source, allow="feedforward/")
-    assert sorted(report.misshapen) == [f"layers/feedforward/{n}" for n in ("down/kernel", "up/bias", "up/kernel")]
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), moved) == jax.tree.map(lambda a: (a.shape, a.dtype), target)
-    assert moved["embedding"]["tokens"][0, 0] == source["embedding"]["tokens"][0, 0].astype(jnp.bfloat16)
+    assert sorted(report.misshapen) == [
+        f"layers/feedforward/{n}" for n in ("down/kernel", "up/bias", "up/kernel")
+    ]
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), moved) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), target
+    )
+    assert moved["embedding"]["tokens"][0, 0] == source["embedding"]["tokens"][0, 0].astype(
+        jnp.bfloat16
+    )
 
 
 # Vocabularies
 
-KINDS = {"tied": GPT, "untied": UNTIED, "shared": PAIR, "separate": replace(PAIR, share_embeddings=False)}
+KINDS = {
+    "tied": GPT,
+    "untied": UNTIED,
+    "shared": PAIR,
+    "separate": replace(PAIR, share_embeddings=False),
+}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if k == "separate" else ()) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if k == "separate" else ()) for k in KINDS]
+)
 def test_a_larger_vocabulary_leaves_old_tokens_as_they_were(kind):
-    """Their logits stay; a new token's logit is the mean of the old ones, so that nothing much moves."""
-    config, options = KINDS[kind], {"source": TOKENS} if isinstance(KINDS[kind], EncoderDecoder) else {}
+    """Their logits stay; a new token's logit is the mean of the old ones, so that nothing much
+    moves."""
+    config, options = (
+        KINDS[kind],
+        {"source": TOKENS} if isinstance(KINDS[kind], EncoderDecoder) else {},
+    )
     weights = weights_of(config)
-    larger, grown = adaptation.resize_vocabulary(config, weights, V + 4, jax.random.key(2), noise=0.0)
-    assert jax.tree.map(jnp.shape, grown) == jax.tree.map(lambda leaf: leaf.shape, models.spec(larger))
-    before, after = (model(c)(w, TOKENS, **options).logits for c, w in ((config, weights), (larger, grown)))
-    np.testing.assert_allclose(after[..., :V], before, atol=1e-5)  # float32 products of another width
-    np.testing.assert_allclose(after[..., V:], jnp.broadcast_to(before.mean(-1, keepdims=True), (2, 7, 4)), atol=1e-4)
+    larger, grown = adaptation.resize_vocabulary(
+        config, weights, V + 4, jax.random.key(2), noise=0.0
+    )
+    assert jax.tree.map(jnp.shape, grown) == jax.tree.map(
+        lambda leaf: leaf.shape, models.spec(larger)
+    )
+    before, after = (
+        model(c)(w, TOKENS, **options).logits for c, w in ((config, weights), (larger, grown))
+    )
+    np.testing.assert_allclose(
+        after[..., :V], before, atol=1e-5
+    )  # float32 products of another width
+    np.testing.assert_allclose(
+        after[..., V:], jnp.broadcast_to(before.mean(-1, keepdims=True), (2, 7, 4)), atol=1e-4
+    )
     smaller, cut = adaptation.resize_vocabulary(larger, grown, V, jax.random.key(3))
     assert smaller == config and jax.tree.all(equal(cut, weights))
 
@@ -242,9 +303,13 @@ def test_a_half_of_a_pair_changes_by_itself():
     config = KINDS["separate"]
     weights = weights_of(config)
     for half in ("encoder", "decoder"):
-        one, own = adaptation.resize_vocabulary(getattr(config, half), weights[half], V + 3, jax.random.key(2))
+        one, own = adaptation.resize_vocabulary(
+            getattr(config, half), weights[half], V + 3, jax.random.key(2)
+        )
         pair, both = replace(config, **{half: one}), weights | {half: own}
-        assert jax.tree.map(jnp.shape, both) == jax.tree.map(lambda leaf: leaf.shape, models.spec(pair))
+        assert jax.tree.map(jnp.shape, both) == jax.tree.map(
+            lambda leaf: leaf.shape, models.spec(pair)
+        )
 
 
 # Position tables
@@ -260,25 +325,40 @@ def test_positions_are_repeated(length, offset):
     assert longer == replace(config, context_length=length)
     expected = np.concatenate([table[:offset], np.concatenate([table[offset:]] * 3)[:length]])
     np.testing.assert_array_equal(extended["embedding"]["positions"], expected)
-    assert extended["layers"] is weights["layers"] and extended["embedding"]["tokens"] is weights["embedding"]["tokens"]
+    assert (
+        extended["layers"] is weights["layers"]
+        and extended["embedding"]["tokens"] is weights["embedding"]["tokens"]
+    )
 
 
 @pytest.mark.thorough
 def test_a_longer_model_reads_old_texts_as_before():
     weights = weights_of(GPT)
     longer, extended = adaptation.extend_positions(GPT, weights, 32)
-    np.testing.assert_array_equal(model(longer)(extended, TOKENS).logits, model(GPT)(weights, TOKENS).logits)
+    np.testing.assert_array_equal(
+        model(longer)(extended, TOKENS).logits, model(GPT)(weights, TOKENS).logits
+    )
     assert model(longer)(extended, jnp.tile(TOKENS, (1, 4))).logits.shape == (2, 28, V)
 
 
 @pytest.mark.parametrize("positions", [Rope(), Alibi(), Axial((4, 4), (D // 2, D // 2)), None])
 def test_what_has_no_table_to_extend_is_refused(positions):
-    with pytest.raises(ConfigError, match=r"no table of Learned rows .* set model.context_length \(and Rope\(scaling=...\)\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no table of Learned rows .* set model.context_length \(and Rope\(scaling=...\)\)",
+    ):
         adaptation.extend_positions(replace(GPT, positions=positions), {}, 32)
 
 
 def test_the_positions_of_patches_are_not_extended():
     patches = Patches((8, 8), (2, 2))
-    config = replace(GPT, embedding=patches, vocab_size=0, heads=(), masks=(masks.full(),), context_length=patches.length)
+    config = replace(
+        GPT,
+        embedding=patches,
+        vocab_size=0,
+        heads=(),
+        masks=(masks.full(),),
+        context_length=patches.length,
+    )
     with pytest.raises(ConfigError, match=r"for patches use models\.vision\.resize"):
         adaptation.extend_positions(config, {}, 32)

@@ -28,18 +28,26 @@ from jaxformer.models.mixers.attention import attention, positions_spec
 from jaxformer.ops.bias import t5_bucket
 
 B, V, D, T = 2, 13, 8, 6
-TEXT = ModelConfig(vocab_size=V, num_layers=1, d_model=D, num_heads=2, context_length=T, positions=None)
+TEXT = ModelConfig(
+    vocab_size=V, num_layers=1, d_model=D, num_heads=2, context_length=T, positions=None
+)
 IMAGES = replace(
-    TEXT, vocab_size=0, heads=(Classification(3),), embedding=Patches((6, 8), (2, 4), 3, class_token=False),
-    context_length=6, masks=(masks.full(),),
-)  # fmt: skip
+    TEXT,
+    vocab_size=0,
+    heads=(Classification(3),),
+    embedding=Patches((6, 8), (2, 4), 3, class_token=False),
+    context_length=6,
+    masks=(masks.full(),),
+)
 ROUNDING = dict(rtol=1e-5, atol=1e-5)  # float32 sums of a dozen terms of order one
 
 
 def random(config):
     rng = np.random.default_rng(0)
     draw = lambda path, leaf: (path[-1].key == "scale") + 0.5 * rng.normal(size=leaf.shape)
-    return jax.tree_util.tree_map_with_path(lambda *leaf: jnp.float32(draw(*leaf)), models.spec(config))
+    return jax.tree_util.tree_map_with_path(
+        lambda *leaf: jnp.float32(draw(*leaf)), models.spec(config)
+    )
 
 
 def tokens(length=T):
@@ -49,44 +57,70 @@ def tokens(length=T):
 def embedded(config, inputs, positions=None, **options):
     """(the embedding's parameters in NumPy, what it makes of the inputs)."""
     own = random(config)["embedding"]
-    positions = jnp.arange(embedding.length(config, inputs))[None] if positions is None else positions
-    return jax.tree.map(np.asarray, own), np.asarray(embedding.embed(config, own, inputs, positions, **options))
+    positions = (
+        jnp.arange(embedding.length(config, inputs))[None] if positions is None else positions
+    )
+    return jax.tree.map(np.asarray, own), np.asarray(
+        embedding.embed(config, own, inputs, positions, **options)
+    )
 
 
-@pytest.mark.parametrize("how", [Patches((6, 8), (2, 4)), Patches((6, 6), (3, 3), 1), Patches((4, 10), (4, 5), 2, False)])
+@pytest.mark.parametrize(
+    "how", [Patches((6, 8), (2, 4)), Patches((6, 6), (3, 3), 1), Patches((4, 10), (4, 5), 2, False)]
+)
 @pytest.mark.parametrize("use_bias", [True, "query"])
 def test_patches_are_a_convolution_with_its_stride(how, use_bias):
     config = replace(IMAGES, embedding=how, context_length=how.length, use_bias=use_bias)
     images = jnp.float32(np.random.default_rng(3).normal(size=(B, *how.image, how.channels)))
     own, x = embedded(config, images)
-    assert ("bias" in own["patches"]) == (use_bias is True) and ("class_token" in own) == how.class_token
+    assert ("bias" in own["patches"]) == (use_bias is True) and (
+        "class_token" in own
+    ) == how.class_token
     kernel = own["patches"]["kernel"]  # [channel, line, column, D]
     convolved = jax.lax.conv_general_dilated(
-        images, kernel, window_strides=how.patch, padding="VALID", dimension_numbers=("NHWC", "IHWO", "NHWC")
+        images,
+        kernel,
+        window_strides=how.patch,
+        padding="VALID",
+        dimension_numbers=("NHWC", "IHWO", "NHWC"),
     )
     assert convolved.shape[1:3] == how.grid
     expected = np.array(convolved).reshape(B, -1, D) + own["patches"].get("bias", 0)
     if how.class_token:
-        expected = np.concatenate([np.broadcast_to(own["class_token"], (B, 1, D)), expected], axis=1)
+        expected = np.concatenate(
+            [np.broadcast_to(own["class_token"], (B, 1, D)), expected], axis=1
+        )
     assert x.shape == (B, how.length, D)
     np.testing.assert_allclose(x, expected, **ROUNDING)
 
 
 def test_images_take_positions_and_are_of_one_size():
     """The class token's position is the first."""
-    config = replace(IMAGES, embedding=replace(IMAGES.embedding, class_token=True), context_length=7, positions=Learned())
+    config = replace(
+        IMAGES,
+        embedding=replace(IMAGES.embedding, class_token=True),
+        context_length=7,
+        positions=Learned(),
+    )
     images = jnp.float32(np.random.default_rng(3).normal(size=(B, 6, 8, 3)))
     own, x = embedded(config, images)
     _, plain = embedded(replace(config, positions=None), images)
     np.testing.assert_allclose(x, plain + own["positions"], **ROUNDING)
     for shape in ((8, 6, 3), (6, 8, 1), (6, 12, 3)):
-        with pytest.raises(ConfigError, match=re.escape(f"images {shape} where model.embedding expects (6, 8, 3)")):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"images {shape} where model.embedding expects (6, 8, 3)")
+        ):
             models.apply(config, random(config), jnp.zeros((1, *shape)))
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_tokens_types_scale_and_norm(dtype):
-    config = replace(TEXT, embedding=Embedding(scale=3.0, norm=True, token_types=2), positions=Learned(), norm_eps=1e-3)
+    config = replace(
+        TEXT,
+        embedding=Embedding(scale=3.0, norm=True, token_types=2),
+        positions=Learned(),
+        norm_eps=1e-3,
+    )
     types = jnp.asarray(np.random.default_rng(5).integers(0, 2, (B, T)), jnp.int32)
     own, x = embedded(config, tokens(), token_types=types, dtype=dtype)
     assert x.dtype == (dtype or jnp.float32)
@@ -97,7 +131,9 @@ def test_tokens_types_scale_and_norm(dtype):
     # one rounding to 8 bits of numbers below 4 at the end
     np.testing.assert_allclose(np.float32(x), expected, **(dict(atol=0.02) if dtype else ROUNDING))
     without = embedded(config, tokens(), dtype=dtype)[1]
-    np.testing.assert_array_equal(without, embedded(config, tokens(), token_types=types * 0, dtype=dtype)[1])
+    np.testing.assert_array_equal(
+        without, embedded(config, tokens(), token_types=types * 0, dtype=dtype)[1]
+    )
 
 
 def test_learned_positions_stand_behind_their_offset():
@@ -129,14 +165,19 @@ def test_tables_end_where_the_context_does(positions):
     config = replace(TEXT, positions=positions)
     with pytest.raises(ConfigError, match="7 tokens do not fit the 6 learned positions"):
         models.apply(config, random(config), tokens(7))
-    with pytest.raises(ConfigError, match=r"5 prompt \+ 2 new tokens exceed the 6 learned positions"):
+    with pytest.raises(
+        ConfigError, match=r"5 prompt \+ 2 new tokens exceed the 6 learned positions"
+    ):
         decoding.generate(config, random(config), [[1] * 5], 2)
 
 
 @pytest.mark.parametrize(
     "build, said",
     [
-        (lambda: Patches((6, 8), (2, 3)), r"patch=\(2, 3\) does not divide embedding.image=\(6, 8\)"),
+        (
+            lambda: Patches((6, 8), (2, 3)),
+            r"patch=\(2, 3\) does not divide embedding.image=\(6, 8\)",
+        ),
         (lambda: replace(IMAGES, heads=(LanguageModel(),)), "none: they are patches"),
         (lambda: replace(TEXT, vocab_size=0), "vocab_size=0"),
         (lambda: replace(TEXT, positions=Axial((2, 4), (5, 3))), "makes 8 positions of width 8"),
@@ -152,9 +193,16 @@ def test_what_does_not_fit_is_refused_in_a_line(build, said):
 # Biases on scores
 
 BIASED = ModelConfig(
-    vocab_size=V, num_layers=2, d_model=12, num_heads=4, num_kv_heads=2, head_width=3, context_length=32, d_ff=16,
+    vocab_size=V,
+    num_layers=2,
+    d_model=12,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=3,
+    context_length=32,
+    d_ff=16,
     attention_scale=0.7,
-)  # fmt: skip
+)
 BIASES = {
     "alibi": replace(BIASED, positions=Alibi()),
     "t5": replace(BIASED, positions=Relative(8, 6, bidirectional=False)),
@@ -174,8 +222,12 @@ def explicit(positions, config):
 
     def attend(params, context, query, key, value, **options):
         distances = jnp.arange(T)[None, :] - jnp.arange(T)[:, None]
-        if isinstance(positions, Alibi):  # Press et al. 2022: 4 heads have slopes 2^-2, 2^-4, 2^-6, 2^-8
-            bias = -(jnp.float32(4.0) ** -jnp.arange(1, 5)[:, None, None]) * jnp.abs(distances)[None]
+        if isinstance(
+            positions, Alibi
+        ):  # Press et al. 2022: 4 heads have slopes 2^-2, 2^-4, 2^-6, 2^-8
+            bias = (
+                -(jnp.float32(4.0) ** -jnp.arange(1, 5)[:, None, None]) * jnp.abs(distances)[None]
+            )
         else:
             table = context.shared["relative"]
             bias = jnp.moveaxis(table[t5_bucket(distances, positions.bidirectional, 6, 8)], -1, 0)
@@ -188,11 +240,14 @@ def explicit(positions, config):
 @pytest.mark.thorough
 @biases
 def test_biases_of_positions_equal_an_explicit_array(name):
-    """Of every head and layer; all layers read one table. `attention_scale` is what multiplies the scores."""
+    """Of every head and layer; all layers read one table. `attention_scale` is what multiplies the
+    scores."""
     config = BIASES[name]
     parameters = random(config)
     assert ("shared" in parameters) == (name != "alibi")
-    plain = replace(config, positions=None, mixer=partial(explicit, config.positions), attention_scale=None)
+    plain = replace(
+        config, positions=None, mixer=partial(explicit, config.positions), attention_scale=None
+    )
     assert jax.tree.structure(models.spec(plain)) == jax.tree.structure(models.spec(config))
     np.testing.assert_allclose(apply(plain, parameters, tokens()).logits, logits(name), **ROUNDING)
     without = apply(replace(config, attention_scale=None), parameters, tokens()).logits
@@ -203,17 +258,22 @@ def test_biases_of_positions_equal_an_explicit_array(name):
 @biases
 def test_blockwise_attention_has_the_biases_too(name):
     config = replace(BIASES[name], attention_implementation="blockwise")
-    np.testing.assert_allclose(apply(config, random(config), tokens()).logits, logits(name), **ROUNDING)
+    np.testing.assert_allclose(
+        apply(config, random(config), tokens()).logits, logits(name), **ROUNDING
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["alibi", "t5"])
 def test_distances_do_not_see_the_cache_nor_padding(name):
-    """A prompt padded on the right, then a token at a time; the cache has more slots than tokens."""
+    """A prompt padded on the right, then a token at a time; the cache has more slots than
+    tokens."""
     config = BIASES[name]
     parameters = random(config)
     prompt = jnp.concatenate([tokens()[:, :3], jnp.full((B, 2), 7)], axis=1)
-    out = apply(config, parameters, prompt, lengths=jnp.full(B, 3), cache=decoding.init_cache(config, B, 10))
+    out = apply(
+        config, parameters, prompt, lengths=jnp.full(B, 3), cache=decoding.init_cache(config, B, 10)
+    )
     np.testing.assert_allclose(out.logits[:, :3], logits(name)[:, :3], **ROUNDING)
     for k in range(3, T):
         out = apply(config, parameters, tokens()[:, k : k + 1], cache=out.cache)

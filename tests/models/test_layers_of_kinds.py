@@ -1,4 +1,5 @@
-"""Layers of different kinds in one stack, and reversible ones, against loops over layers in Python."""
+"""Layers of different kinds in one stack, and reversible ones, against loops over layers in
+Python."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,13 +28,24 @@ from jaxformer.zoo.reversible import Reversible
 V, T, L = 17, 8, 4
 HASH = Reformer(chunk=4, rounds=2, buckets=4)
 BASE = ModelConfig(
-    vocab_size=V, num_layers=L, d_model=12, num_heads=2, context_length=T, d_ff=16, norm_eps=1e-3, use_bias=False
+    vocab_size=V,
+    num_layers=L,
+    d_model=12,
+    num_heads=2,
+    context_length=T,
+    d_ff=16,
+    norm_eps=1e-3,
+    use_bias=False,
 )
 PATTERNS = {
-    "reformer": replace(BASE, mixer=(None, HASH), masks=(masks.causal(), masks.causal() & masks.window(2))),
+    "reformer": replace(
+        BASE, mixer=(None, HASH), masks=(masks.causal(), masks.causal() & masks.window(2))
+    ),
     # the same parameters in both kinds, and constants in the second alone
     "performer": replace(BASE, mixer=(None, Performer(features=8))),
-    "three": replace(BASE, num_layers=6, mixer=(Linear(), HASH, None), masks=(masks.causal(), masks.causal())),
+    "three": replace(
+        BASE, num_layers=6, mixer=(Linear(), HASH, None), masks=(masks.causal(), masks.causal())
+    ),
 }
 
 
@@ -45,17 +57,21 @@ def random(config, dtype=jnp.float32):
     """Parameters of the size of their spec's."""
     rng = np.random.default_rng(0)
     draw = lambda path, leaf: (path[-1].key == "scale") + 0.3 * rng.normal(size=leaf.shape)
-    return jax.tree_util.tree_map_with_path(lambda *leaf: jnp.asarray(draw(*leaf), dtype), models.spec(config))
+    return jax.tree_util.tree_map_with_path(
+        lambda *leaf: jnp.asarray(draw(*leaf), dtype), models.spec(config)
+    )
 
 
 def kinds(config):
-    """Of each layer its kind, and its number among those of the kind that have a key of their own."""
+    """Of each layer its kind, and its number among those of the kind that have a key of their
+    own."""
     pattern = config.mixer if isinstance(config.mixer, tuple) else (config.mixer,)
     return [pattern[i % len(pattern)] for i in range(config.num_layers)]
 
 
 def by_layer(config, parameters):
-    """Of each layer the mixer, its parameters chosen by hand, its mask and the constants that it drew."""
+    """Of each layer the mixer, its parameters chosen by hand, its mask and the constants that it
+    drew."""
     every, stored = kinds(config), parameters["layers"]
     places = len(config.mixer) if HASH in every else 1  # it has no keys: queries are their own
     for i, kind in enumerate(every):
@@ -86,20 +102,26 @@ apply = jax.jit(models.apply, static_argnums=0)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "three" else ()) for n in PATTERNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "three" else ()) for n in PATTERNS]
+)
 def test_scanned_layers_of_different_kinds_equal_a_loop(name):
     config = PATTERNS[name]
     parameters = random(config)
     expected = looped(config, parameters, tokens())
     # float32, the same products in the same order but for fusion
-    np.testing.assert_allclose(apply(config, parameters, tokens()).hidden, expected, rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(
+        apply(config, parameters, tokens()).hidden, expected, rtol=1e-4, atol=2e-5
+    )
     swapped = replace(config, mixer=config.mixer[::-1])
     if name == "performer":  # both kinds have the same parameters: only the order tells
         assert np.abs(apply(swapped, parameters, tokens()).hidden - expected).max() > 1e-2
 
 
 def test_layers_of_other_parameters_are_stored_by_their_place():
-    rows = lambda config: {path: leaf.shape[0] for path, leaf in params.paths(models.spec(config)["layers"]).items()}
+    rows = lambda config: {
+        path: leaf.shape[0] for path, leaf in params.paths(models.spec(config)["layers"]).items()
+    }
     for name, places in (("reformer", 2), ("three", 3)):
         config = PATTERNS[name]
         found = rows(config)
@@ -130,17 +152,24 @@ EXPERTS = Mixture(4, 2, d_ff=8, balance_loss=0.1)
 UNEVEN = {
     "masks of another period": replace(PATTERNS["reformer"], masks=THREE_MASKS),
     "a rest of a pattern": replace(PATTERNS["performer"], num_layers=5),
-    "dense, then experts": replace(BASE, num_layers=5, feedforward=("relu", *[EXPERTS] * 4), masks=THREE_MASKS[:2]),
+    "dense, then experts": replace(
+        BASE, num_layers=5, feedforward=("relu", *[EXPERTS] * 4), masks=THREE_MASKS[:2]
+    ),
     "dense and experts in turn": replace(BASE, feedforward=("relu", EXPERTS), positions=None),
     "mixers, feed-forwards and masks": replace(
-        BASE, num_layers=6, mixer=(None, HASH), feedforward=("relu", "swiglu", EXPERTS), masks=THREE_MASKS[:2]
+        BASE,
+        num_layers=6,
+        mixer=(None, HASH),
+        feedforward=("relu", "swiglu", EXPERTS),
+        masks=THREE_MASKS[:2],
     ),
 }
 
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_patterns_of_any_period_equal_a_loop(name):
-    """Scanned, one after another, computed again: each equals a loop over layers whose parameters are found by hand."""
+    """Scanned, one after another, computed again: each equals a loop over layers whose parameters
+    are found by hand."""
     config = UNEVEN[name]
     parameters = random(config)
     x = embed(config, parameters["embedding"], tokens(), jnp.arange(T)[None])
@@ -156,7 +185,9 @@ def test_patterns_of_any_period_equal_a_loop(name):
     expected = norm(config, parameters["final_norm"], x)
     for changes in (dict(unroll=1), dict(unroll=config.num_layers), dict(unroll=2, remat="full")):
         found = apply(replace(config, **changes), parameters, tokens())
-        np.testing.assert_allclose(found.hidden, expected, rtol=1e-4, atol=2e-5)  # float32 sums in another order
+        np.testing.assert_allclose(
+            found.hidden, expected, rtol=1e-4, atol=2e-5
+        )  # float32 sums in another order
         assert (found.loss is None) == (not losses)
         if losses:
             np.testing.assert_allclose(found.loss, np.mean(losses), rtol=1e-5)
@@ -166,7 +197,9 @@ def test_patterns_of_any_period_equal_a_loop(name):
 @pytest.mark.parametrize("config", [*UNEVEN.values(), *PATTERNS.values()], ids=[*UNEVEN, *PATTERNS])
 def test_the_rows_of_a_place_are_layers_in_the_order_of_the_depth(config):
     tree = models.spec(config)["layers"]
-    found = [segment.place_of(k) for segment in layout.segments(config) for k in range(segment.count)]
+    found = [
+        segment.place_of(k) for segment in layout.segments(config) for k in range(segment.count)
+    ]
     assert len(found) == config.num_layers
     for place in dict(found):
         rows = {leaf.shape[0] for leaf in params.paths(layout.place(tree, place)).values()}
@@ -194,7 +227,9 @@ def running_mean(config):
 
 CACHED = {
     "attention and Performer": replace(BASE, mixer=(None, Performer(features=8))),
-    "twice attention, then Linear": replace(BASE, num_layers=6, mixer=(None, None, Linear()), use_bias=True),
+    "twice attention, then Linear": replace(
+        BASE, num_layers=6, mixer=(None, None, Linear()), use_bias=True
+    ),
     "more masks than mixers": replace(BASE, mixer=(Linear(), None), masks=(masks.causal(),) * 4),
     "a tree of trees": replace(BASE, mixer=running_mean),
     "a tree of trees among others": replace(BASE, mixer=(running_mean, None)),
@@ -202,7 +237,10 @@ CACHED = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "a tree of trees" else ()) for n in CACHED])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "a tree of trees" else ()) for n in CACHED],
+)
 def test_layers_of_different_kinds_decode(name):
     """A prompt and then token after token give the logits of the whole row."""
     config = CACHED[name]
@@ -223,7 +261,9 @@ def test_layers_of_different_kinds_decode(name):
 def test_a_pattern_generates():
     config = CACHED["attention and Performer"]
     parameters, prompt = random(config), tokens()[0, :3].tolist()
-    [greedy] = decoding.generate(config, parameters, [prompt], 4, sampling=decoding.Sampling(temperature=0.0))
+    [greedy] = decoding.generate(
+        config, parameters, [prompt], 4, sampling=decoding.Sampling(temperature=0.0)
+    )
     # causal, so one forward pass over the result shows what was likeliest at every step
     logits = apply(config, parameters, jnp.asarray([prompt + greedy])).logits[0]
     assert greedy == logits[2:-1].argmax(axis=-1).tolist()
@@ -232,15 +272,26 @@ def test_a_pattern_generates():
 def test_a_pattern_with_a_mixer_that_cannot_decode_says_so():
     with pytest.raises(NotImplementedError, match="Reformer cannot decode"):
         decoding.init_cache(PATTERNS["reformer"], 1, 8)
-    assert len(decoding.init_cache(replace(CACHED["attention and Performer"], num_layers=5), 1, 8).layers) == 5
+    assert (
+        len(
+            decoding.init_cache(
+                replace(CACHED["attention and Performer"], num_layers=5), 1, 8
+            ).layers
+        )
+        == 5
+    )
     cache = decoding.init_cache(replace(BASE, mixer=(Linear(), Linear())), 1, 8)
-    assert len(cache.layers) == L and {leaf.shape[0] for leaf in jax.tree.leaves(cache.layers)} == {1}  # rows first
+    assert len(cache.layers) == L and {leaf.shape[0] for leaf in jax.tree.leaves(cache.layers)} == {
+        1
+    }  # rows first
 
 
 @pytest.mark.thorough
 def test_a_decoder_of_different_kinds_reads_its_source():
     stack = replace(BASE, num_layers=2)
-    config = EncoderDecoder(replace(stack, masks=(masks.full(),), heads=()), replace(stack, mixer=(None, Linear())))
+    config = EncoderDecoder(
+        replace(stack, masks=(masks.full(),), heads=()), replace(stack, mixer=(None, Linear()))
+    )
     parameters = random(config)
     out = apply(config, parameters, tokens(), source=tokens()[:, ::-1])
     expected = looped(config.decoder, parameters["decoder"], tokens(), out.source)
@@ -252,8 +303,16 @@ def streams(config, parameters, tokens):
     x1 = x2 = embed(config, parameters["embedding"], tokens, jnp.arange(T)[None])
     for i, (mixer, mine, mask, constants) in enumerate(by_layer(config, parameters)):
         context = context_of(i, mask, constants)
-        x1 = x1 + mixer.apply(mine["attention"], norm(config, mine["attention_norm"], x2), context).out
-        x2 = x2 + feed(config).apply(mine["feedforward"], norm(config, mine["feedforward_norm"], x1), context).out
+        x1 = (
+            x1
+            + mixer.apply(mine["attention"], norm(config, mine["attention_norm"], x2), context).out
+        )
+        x2 = (
+            x2
+            + feed(config)
+            .apply(mine["feedforward"], norm(config, mine["feedforward_norm"], x1), context)
+            .out
+        )
     both = (x1 + x2) / 2 if config.stack.streams == 1 else jnp.concatenate([x1, x2], axis=-1)
     return norm(config, parameters["final_norm"], both)
 
@@ -262,9 +321,15 @@ def streams(config, parameters, tokens):
 @pytest.mark.parametrize(
     "config",
     [
-        replace(PATTERNS["reformer"], stack=Reversible(streams=2), tie_embeddings=False, positions=Axial((2, 4), (5, 7))),
+        replace(
+            PATTERNS["reformer"],
+            stack=Reversible(streams=2),
+            tie_embeddings=False,
+            positions=Axial((2, 4), (5, 7)),
+        ),
         pytest.param(
-            replace(BASE, stack=Reversible(), mixer=(Linear(), None), masks=(masks.causal(),)), marks=pytest.mark.slow
+            replace(BASE, stack=Reversible(), mixer=(Linear(), None), masks=(masks.causal(),)),
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -275,7 +340,9 @@ def test_reversible_layers_equal_two_streams_and_their_gradients_autodiff(config
 
         def value_and_gradient(hidden):
             loss = lambda p: jnp.sum(jnp.sin(hidden(p)))
-            return jax.jit(jax.value_and_grad(loss))({k: v for k, v in parameters.items() if k != "heads"})
+            return jax.jit(jax.value_and_grad(loss))(
+                {k: v for k, v in parameters.items() if k != "heads"}
+            )
 
         ours = value_and_gradient(lambda p: models.encode(config, p, inputs).hidden)
         expected = value_and_gradient(lambda p: streams(config, p, inputs))
@@ -296,11 +363,16 @@ def test_what_reversible_layers_cannot_do_they_say():
     with pytest.raises(NotImplementedError, match="intermediates"):
         run(config, intermediates=("layers/*/residual",))
     with pytest.raises(NotImplementedError, match="cache"):
-        jax.eval_shape(lambda p: models.apply(config, p, tokens(), cache=decoding.init_cache(config, 2, T)), shapes)
+        jax.eval_shape(
+            lambda p: models.apply(config, p, tokens(), cache=decoding.init_cache(config, 2, T)),
+            shapes,
+        )
     run(replace(config, feedforward=Mixture(4, 2)))
     with pytest.raises(NotImplementedError, match="auxiliary loss"):
         run(replace(config, feedforward=Mixture(4, 2, balance_loss=0.1)))
-    with pytest.raises(ConfigError, match="reads 24 features by the embedding's rows, which have 12"):
+    with pytest.raises(
+        ConfigError, match="reads 24 features by the embedding's rows, which have 12"
+    ):
         replace(config, stack=Reversible(streams=2))
 
 
@@ -312,21 +384,37 @@ def one_kernel(init, name="kernel", **traits):
 
 @pytest.mark.thorough
 def test_layers_of_a_kind_start_as_their_own_spec_says():
-    zeros, ones, normal = (getattr(jax.nn.initializers, name) for name in ("zeros", "ones", "normal"))
-    drawn = lambda *kinds: models.init(replace(BASE, mixer=kinds), jax.random.key(0))["layers"]["attention"]["kernel"]
-    found = drawn(one_kernel(ones), one_kernel(normal(2.0)), one_kernel(zeros), one_kernel(normal(1.0)))
+    zeros, ones, normal = (
+        getattr(jax.nn.initializers, name) for name in ("zeros", "ones", "normal")
+    )
+    drawn = lambda *kinds: models.init(replace(BASE, mixer=kinds), jax.random.key(0))["layers"][
+        "attention"
+    ]["kernel"]
+    found = drawn(
+        one_kernel(ones), one_kernel(normal(2.0)), one_kernel(zeros), one_kernel(normal(1.0))
+    )
     assert (found[0] == 1).all() and (found[2] == 0).all()
-    np.testing.assert_array_equal(found[1::2], drawn(one_kernel(normal(1.0)))[1::2] * np.array([2, 1])[:, None, None])
+    np.testing.assert_array_equal(
+        found[1::2], drawn(one_kernel(normal(1.0)))[1::2] * np.array([2, 1])[:, None, None]
+    )
 
 
 def test_parameters_of_one_name_that_are_no_rows_of_one_are_stored_apart():
     ones = jax.nn.initializers.ones
     for kinds in (
-        (one_kernel(ones), one_kernel(ones, rate=2.0)), (one_kernel(ones, "query"), None), (None, one_kernel(ones, "query")),
-    ):  # fmt: skip
+        (one_kernel(ones), one_kernel(ones, rate=2.0)),
+        (one_kernel(ones, "query"), None),
+        (None, one_kernel(ones, "query")),
+    ):
         config = replace(BASE, mixer=kinds)
         assert set(models.spec(config)["layers"]) == {"0", "1"}
         assert np.isfinite(apply(config, random(config), tokens()).hidden).all()
-    linformers = Linformer(4, "layerwise"), Linformer(2, "layerwise")  # parameters that all layers share
-    with pytest.raises(ConfigError, match=r"shared parameter key_projection is .* in one part of a layer, .* in another"):
+    linformers = (
+        Linformer(4, "layerwise"),
+        Linformer(2, "layerwise"),
+    )  # parameters that all layers share
+    with pytest.raises(
+        ConfigError,
+        match=r"shared parameter key_projection is .* in one part of a layer, .* in another",
+    ):
         models.spec(replace(BASE, mixer=linformers, masks=(masks.full(),)))

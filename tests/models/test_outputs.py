@@ -1,4 +1,5 @@
-"""Hidden states and attention maps of every layer against a loop over layers, and the names that a profile shows."""
+"""Hidden states and attention maps of every layer against a loop over layers, and the names that a
+profile shows."""
 
 import collections
 import re
@@ -41,7 +42,9 @@ def random(config):
     """Parameters of the size of their spec's."""
     rng = np.random.default_rng(0)
     draw = lambda path, leaf: (path[-1].key == "scale") + 0.3 * rng.normal(size=leaf.shape)
-    return jax.tree_util.tree_map_with_path(lambda *leaf: jnp.asarray(draw(*leaf), jnp.float32), models.spec(config))
+    return jax.tree_util.tree_map_with_path(
+        lambda *leaf: jnp.asarray(draw(*leaf), jnp.float32), models.spec(config)
+    )
 
 
 def close(found, expected):
@@ -50,13 +53,21 @@ def close(found, expected):
 
 
 def looped(config, parameters, tokens, source=None):
-    """The intermediates of one layer after the other, each name a list; and the last hidden states."""
+    """The intermediates of one layer after the other, each name a list; and the last hidden
+    states."""
     length = tokens.shape[1]
     x = embed(config, parameters["embedding"], tokens, jnp.arange(length)[None])
-    found, slots = {"embedding": [x]}, layout.kinds(config, None if source is None else source.shape[-1])
+    found, slots = (
+        {"embedding": [x]},
+        layout.kinds(config, None if source is None else source.shape[-1]),
+    )
     for i in range(config.num_layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], parameters["layers"])
-        context = Context(config.masks[i % len(config.masks)], jnp.arange(length)[None], shared=parameters.get("shared"))
+        context = Context(
+            config.masks[i % len(config.masks)],
+            jnp.arange(length)[None],
+            shared=parameters.get("shared"),
+        )
         encoded = None if source is None else Source(source, masks.full())
         names = ("layers/*/residual", *(ATTENTION if config.mixer is None else ()))
         context = context.replace(layer=i, source=encoded, tap=tap(names, None).in_layer(i))
@@ -81,7 +92,10 @@ def test_hidden_states_of_every_layer(name):
     assert out.intermediates["layers/*/residual"].shape == (config.num_layers, B, T, 12)
     close(out.intermediates["layers/*/residual"], np.stack(expected["layers/*/residual"]))
     close(out.intermediates["embedding"], expected["embedding"][0])
-    close(out.hidden, last if config.block is blocks.post_norm else norm(config, parameters["final_norm"], last))
+    close(
+        out.hidden,
+        last if config.block is blocks.post_norm else norm(config, parameters["final_norm"], last),
+    )
     plain = apply(config, parameters, TOKENS)
     assert plain.intermediates is None
     close(out.logits, plain.logits)
@@ -97,7 +111,9 @@ def pair(mixer=None):
 def test_maps_and_states_of_an_encoder_decoder():
     config = pair()
     parameters = random(config)
-    names = tuple(f"{stack}/{name}" for stack in ("encoder", "decoder") for name in (*STATES, *ATTENTION))
+    names = tuple(
+        f"{stack}/{name}" for stack in ("encoder", "decoder") for name in (*STATES, *ATTENTION)
+    )
     out = apply(config, parameters, TOKENS, source=SOURCE, intermediates=names)
     table = {"embedding": {"tokens": parameters["decoder"]["embedding"]["tokens"]}}
     encoder, last = looped(config.encoder, parameters["encoder"] | table, SOURCE)
@@ -117,13 +133,23 @@ def test_maps_and_states_of_an_encoder_decoder():
 @pytest.mark.thorough
 def test_maps_of_a_source_that_is_padded_and_cached():
     config = pair()
-    parameters, ids = random(config), np.repeat([[0, 0, 1, 1, 1, 1, 1, 1]], B, axis=0).astype(np.int32)
-    encoder, cross = "encoder/layers/*/attention/weights", "decoder/layers/*/cross_attention/weights"
+    parameters, ids = (
+        random(config),
+        np.repeat([[0, 0, 1, 1, 1, 1, 1, 1]], B, axis=0).astype(np.int32),
+    )
+    encoder, cross = (
+        "encoder/layers/*/attention/weights",
+        "decoder/layers/*/cross_attention/weights",
+    )
     options = dict(source=SOURCE, source_segment_ids=ids, intermediates=(encoder, cross))
     whole = apply(config, parameters, TOKENS, **options).intermediates
     assert (whole[cross][..., :2] == 0).all() and (whole[encoder][..., 2:, :2] == 0).all()
-    first = apply(config, parameters, TOKENS[:, :4], cache=decoding.init_cache(config, B, T), **options)
-    second = apply(config, parameters, TOKENS[:, 4:], cache=first.cache, intermediates=(encoder, cross)).intermediates
+    first = apply(
+        config, parameters, TOKENS[:, :4], cache=decoding.init_cache(config, B, T), **options
+    )
+    second = apply(
+        config, parameters, TOKENS[:, 4:], cache=first.cache, intermediates=(encoder, cross)
+    ).intermediates
     close(jnp.concatenate([first.intermediates[cross], second[cross]], axis=3), whole[cross])
     assert encoder not in second
 
@@ -131,7 +157,9 @@ def test_maps_of_a_source_that_is_padded_and_cached():
 @pytest.mark.thorough
 def test_one_layer_by_its_number():
     config, every = STACKS["masks in turn, and a rest"], "layers/*/feedforward/out"
-    out = apply(config, random(config), TOKENS, intermediates=(every, "layers/3/feedforward/out")).intermediates
+    out = apply(
+        config, random(config), TOKENS, intermediates=(every, "layers/3/feedforward/out")
+    ).intermediates
     np.testing.assert_array_equal(out["layers/3/feedforward/out"], out[every][3])
 
 
@@ -146,14 +174,17 @@ def test_what_is_not_asked_for_costs_nothing(name):
     plain = program(lambda p: models.apply(config, p, TOKENS).logits)
     unused = program(lambda p: models.apply(config, p, TOKENS, intermediates=STATES).logits)
     assert operations(plain) == operations(unused) and len(operations(plain)) > 5
-    same = models.apply(config, random(config), TOKENS, edits={"layers/*/residual": lambda x, layer: x})
+    same = models.apply(
+        config, random(config), TOKENS, edits={"layers/*/residual": lambda x, layer: x}
+    )
     close(same.logits, apply(config, random(config), TOKENS).logits)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["one kind", "masks in turn, and a rest", "unrolled"])
 def test_an_edit_is_seen_by_all_that_follows(name):
-    """A layer whose parts add nothing is a model without that layer; a head without output is one without its kernel."""
+    """A layer whose parts add nothing is a model without that layer; a head without output is one
+    without its kernel."""
     config = STACKS[name]
     parameters, number = random(config), 2
     silent = lambda value, layer: jnp.zeros_like(value)
@@ -165,31 +196,49 @@ def test_an_edit_is_seen_by_all_that_follows(name):
     kernel = less["layers"]["attention"]["out"]["kernel"]
     less["layers"]["attention"]["out"]["kernel"] = kernel.at[number, 1].set(0)
     without = {f"layers/{number}/attention/heads": lambda heads, layer: heads.at[:, :, 1].set(0)}
-    close(models.apply(config, parameters, TOKENS, edits=without).logits, apply(config, less, TOKENS).logits)
+    close(
+        models.apply(config, parameters, TOKENS, edits=without).logits,
+        apply(config, less, TOKENS).logits,
+    )
     weights = {f"layers/{number}/attention/weights": lambda weights, layer: weights.at[:, 1].set(0)}
-    close(models.apply(config, parameters, TOKENS, edits=weights).logits, apply(config, less, TOKENS).logits)
+    close(
+        models.apply(config, parameters, TOKENS, edits=weights).logits,
+        apply(config, less, TOKENS).logits,
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["one kind", "unrolled"])
 def test_an_edit_keeps_the_precision_and_the_shape_of_a_value(name):
     config, direction = STACKS[name], jnp.ones((1, 1, 12))
-    run = lambda name, edit: models.apply(config, random(config), TOKENS, dtype=jnp.bfloat16, edits={name: edit}).hidden
+    run = lambda name, edit: (
+        models.apply(config, random(config), TOKENS, dtype=jnp.bfloat16, edits={name: edit}).hidden
+    )
     for path in ("layers/1/residual", "layers/*/attention/out"):
-        wide, narrow = (run(path, lambda x, layer, d=d: x + d) for d in (direction, direction.astype(jnp.bfloat16)))
+        wide, narrow = (
+            run(path, lambda x, layer, d=d: x + d)
+            for d in (direction, direction.astype(jnp.bfloat16))
+        )
         assert wide.dtype == jnp.bfloat16
-        np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (wide, narrow)), rtol=0.03, atol=0.05)  # in bfloat16
-        with pytest.raises(ConfigError, match=r"\[2, 1, 12\] in place of \[2, 6, 12\]"):  # was repeated for all tokens
+        np.testing.assert_allclose(
+            *(x.astype(jnp.float32) for x in (wide, narrow)), rtol=0.03, atol=0.05
+        )  # in bfloat16
+        with pytest.raises(
+            ConfigError, match=r"\[2, 1, 12\] in place of \[2, 6, 12\]"
+        ):  # was repeated for all tokens
             run(path, lambda x, layer: x[:, :1])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("feedforward", ["gelu", "swiglu"])
 def test_features_of_a_feed_forward(feedforward):
-    """They are what the last product reads; without one of them the model is that without its row."""
+    """They are what the last product reads; without one of them the model is that without its
+    row."""
     config = replace(STACKS["one kind"], feedforward=feedforward)
     parameters, name = random(config), "layers/*/feedforward/hidden"
-    found = apply(config, parameters, TOKENS, intermediates=(name, "layers/*/feedforward/out")).intermediates
+    found = apply(
+        config, parameters, TOKENS, intermediates=(name, "layers/*/feedforward/out")
+    ).intermediates
     down = parameters["layers"]["feedforward"]["down"]
     by_hand = jnp.einsum("lbtf,lfd->lbtd", found[name], down["kernel"])
     by_hand = by_hand + down["bias"][:, None, None] if "bias" in down else by_hand
@@ -197,7 +246,10 @@ def test_features_of_a_feed_forward(feedforward):
     less = jax.tree.map(lambda leaf: leaf, parameters)
     less["layers"]["feedforward"]["down"]["kernel"] = down["kernel"].at[2, 3].set(0)
     silent = {"layers/2/feedforward/hidden": lambda hidden, layer: hidden.at[:, :, 3].set(0)}
-    close(models.apply(config, parameters, TOKENS, edits=silent).logits, apply(config, less, TOKENS).logits)
+    close(
+        models.apply(config, parameters, TOKENS, edits=silent).logits,
+        apply(config, less, TOKENS).logits,
+    )
 
 
 @pytest.mark.thorough
@@ -216,7 +268,9 @@ def test_a_gradient_with_respect_to_an_intermediate(name):
     gradient, way = jax.grad(loss)(jnp.zeros(shape)), jax.random.normal(jax.random.key(0), shape)
     way = way / jnp.linalg.norm(way)
     slope = (loss(1e-2 * way) - loss(-1e-2 * way)) / 2e-2
-    assert float(jnp.sum(gradient * way)) == pytest.approx(float(slope), rel=2e-2, abs=2e-3)  # float32 differences
+    assert float(jnp.sum(gradient * way)) == pytest.approx(
+        float(slope), rel=2e-2, abs=2e-3
+    )  # float32 differences
 
 
 @pytest.mark.thorough
@@ -244,7 +298,15 @@ def test_a_profile_shows_the_parts_of_a_layer(remat):
     loss = lambda p: jnp.sum(jnp.square(models.apply(config, p, TOKENS, source=SOURCE).logits))
     text = jax.jit(jax.grad(loss)).lower(params.abstract(models.spec(config))).compile().as_text()
     operations = {name: re.split(r"[/()]", name) for name in re.findall(r'op_name="([^"]*)"', text)}
-    for name in ("embedding", "attention", "cross_attention", "feedforward", "norm", "final_norm", "head"):
+    for name in (
+        "embedding",
+        "attention",
+        "cross_attention",
+        "feedforward",
+        "norm",
+        "final_norm",
+        "head",
+    ):
         found = [operation for operation, parts in operations.items() if name in parts]
         assert found, name
         assert name == "embedding" or any("transpose" in operation for operation in found), found

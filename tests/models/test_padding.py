@@ -1,4 +1,5 @@
-"""A row's logits are those of the row alone: whatever pads it, is packed with it, or was cached before it or beside it."""
+"""A row's logits are those of the row alone: whatever pads it, is packed with it, or was cached
+before it or beside it."""
 
 import itertools
 from dataclasses import replace
@@ -21,61 +22,103 @@ ONE, OTHER = np.random.default_rng(0).integers(0, V, (2, T)).astype(np.int32)
 JUNK = np.full(T, 7, np.int32)
 
 MODEL = ModelConfig(
-    vocab_size=V, num_layers=1, d_model=16, num_heads=4, num_kv_heads=2, context_length=16, d_ff=8, feedforward="relu",
-    norm="rms_norm", use_bias=False, tie_embeddings=False, init_std=0.5,
-)  # fmt: skip
+    vocab_size=V,
+    num_layers=1,
+    d_model=16,
+    num_heads=4,
+    num_kv_heads=2,
+    context_length=16,
+    d_ff=8,
+    feedforward="relu",
+    norm="rms_norm",
+    use_bias=False,
+    tie_embeddings=False,
+    init_std=0.5,
+)
 
 
 def steps(config):
     """A function of the distance."""
-    return lambda q, kv: -0.5 * jnp.abs(q[:, None] - kv[None])[None] * jnp.ones((config.num_heads, 1, 1))
+    return lambda q, kv: (
+        -0.5 * jnp.abs(q[:, None] - kv[None])[None] * jnp.ones((config.num_heads, 1, 1))
+    )
 
 
 def places(config):
     """A function of absolute positions, by head."""
     rates = jnp.arange(1.0, 1 + config.num_heads)[:, None, None]
-    return lambda q, kv: jnp.sin(rates * q[None, :, None]) * jnp.cos(0.7 * rates * kv[None, None, :])
+    return lambda q, kv: (
+        jnp.sin(rates * q[None, :, None]) * jnp.cos(0.7 * rates * kv[None, None, :])
+    )
 
 
 def rule(config):
     """The same as a value with an array."""
-    return Bias(lambda bias, q, kv: bias.arrays[0] * places(config)(q, kv)[None], arrays=(jnp.ones(()),))
+    return Bias(
+        lambda bias, q, kv: bias.arrays[0] * places(config)(q, kv)[None], arrays=(jnp.ones(()),)
+    )
 
 
 def distances(config):
-    return Bias(lambda bias, d: jnp.cos(d)[None] * jnp.ones((config.num_heads, 1)), by_distance=True)
+    return Bias(
+        lambda bias, d: jnp.cos(d)[None] * jnp.ones((config.num_heads, 1)), by_distance=True
+    )
 
 
 POSITIONS = {
-    "learned": Learned(), "offset": Learned(2), "sinusoidal": Sinusoidal(), "axial": Axial((2, 8), (6, 10)),
-    "rope": Rope(), "partial": Rope(fraction=0.5, layout="interleaved"), "linear": Rope(scaling=Linear(2.0)),
-    "ntk": Rope(scaling=NTK(4.0)), "llama3": Rope(scaling=Llama3(8.0, 4)),
-    "yarn": Rope(scaling=YaRN(8.0, 4)), "alibi": Alibi(), "relative": Relative(4, 6, False), "none": None,
-    "turns": (Rope(), None), "steps": steps, "places": places, "rule": rule, "distances": distances,
-}  # fmt: skip
+    "learned": Learned(),
+    "offset": Learned(2),
+    "sinusoidal": Sinusoidal(),
+    "axial": Axial((2, 8), (6, 10)),
+    "rope": Rope(),
+    "partial": Rope(fraction=0.5, layout="interleaved"),
+    "linear": Rope(scaling=Linear(2.0)),
+    "ntk": Rope(scaling=NTK(4.0)),
+    "llama3": Rope(scaling=Llama3(8.0, 4)),
+    "yarn": Rope(scaling=YaRN(8.0, 4)),
+    "alibi": Alibi(),
+    "relative": Relative(4, 6, False),
+    "none": None,
+    "turns": (Rope(), None),
+    "steps": steps,
+    "places": places,
+    "rule": rule,
+    "distances": distances,
+}
 BIASES = "alibi", "relative", "steps", "places", "rule", "distances"
 MIXERS = {
-    "attention": None, "qk_norm": zoo.qk_norm.qk_norm, "qk_norm_full": zoo.qk_norm.qk_norm_full, "gated": zoo.gated.gated,
-    "differential": zoo.differential.differential, "sigmoid": zoo.sigmoid.sigmoid,
+    "attention": None,
+    "qk_norm": zoo.qk_norm.qk_norm,
+    "qk_norm_full": zoo.qk_norm.qk_norm_full,
+    "gated": zoo.gated.gated,
+    "differential": zoo.differential.differential,
+    "sigmoid": zoo.sigmoid.sigmoid,
     "value_residual": zoo.value_residual.value_residual,
     "temperature": partial(zoo.temperature.temperature, floor_scale=2, attn_scale=0.5),
-}  # fmt: skip
+}
 MASKS = {
-    "window": causal() & masks.window(2), "chunked": causal() & masks.chunked(2, 1), "prefix": causal() | masks.prefix(2),
-    "columns": causal() & (masks.columns(3, 1) | masks.window(0)), "globals": causal() & masks.longformer(2, 1),
-    "random": causal() & masks.random_blocks(1, 2), "by_head": masks.by_head(*[causal() & masks.chunked(2)] * 4),
+    "window": causal() & masks.window(2),
+    "chunked": causal() & masks.chunked(2, 1),
+    "prefix": causal() | masks.prefix(2),
+    "columns": causal() & (masks.columns(3, 1) | masks.window(0)),
+    "globals": causal() & masks.longformer(2, 1),
+    "random": causal() & masks.random_blocks(1, 2),
+    "by_head": masks.by_head(*[causal() & masks.chunked(2)] * 4),
     "yours": causal() & Mask(lambda mask, q, kv: (q + kv) % 3 != 1),
-}  # fmt: skip
+}
 
 
 @cache
 def drawn(config):
     rng = np.random.default_rng(1)
-    return jax.tree.map(lambda leaf: jnp.float32(0.6 * rng.normal(size=leaf.shape)), models.spec(config))
+    return jax.tree.map(
+        lambda leaf: jnp.float32(0.6 * rng.normal(size=leaf.shape)), models.spec(config)
+    )
 
 
 def run(config, tokens, **options):
-    """Without jit: the same few operations serve every config here, which would each be compiled for a second."""
+    """Without jit: the same few operations serve every config here, which would each be compiled
+    for a second."""
     return models.apply(config, drawn(config), jnp.asarray(tokens), **options)
 
 
@@ -105,9 +148,12 @@ def check_rows_alone(config):
 
 
 def check_decoding(config, one, first):
-    """`first` tokens, before padding in one row of two, then the others one by one, in a cache with more room than that."""
+    """`first` tokens, before padding in one row of two, then the others one by one, in a cache with
+    more room than that."""
     prompt = joined((ONE[:first], JUNK[first:]), (ONE[:first], ONE[first:]))
-    out = run(config, prompt, lengths=jnp.array([first, T]), cache=decoding.init_cache(config, 2, 12))
+    out = run(
+        config, prompt, lengths=jnp.array([first, T]), cache=decoding.init_cache(config, 2, 12)
+    )
     close(out.logits[0, :first], one[:first])
     close(out.logits[1], one)
     for k in range(first, T):
@@ -128,13 +174,16 @@ def slowly(cases):
 @pytest.mark.parametrize(("positions", "mixer"), [*SOME, *slowly(REST)])
 def test_positions_and_variants(positions, mixer):
     layers = 2 if positions == "turns" or mixer == "value_residual" else 1
-    config = replace(MODEL, positions=POSITIONS[positions], mixer=MIXERS[mixer], num_layers=layers, unroll=layers)
+    config = replace(
+        MODEL, positions=POSITIONS[positions], mixer=MIXERS[mixer], num_layers=layers, unroll=layers
+    )
     check_decoding(config, check_rows_alone(config), 3)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "mixer"), [*((name, "attention") for name in MASKS), *slowly((name, "sigmoid") for name in MASKS)]
+    ("name", "mixer"),
+    [*((name, "attention") for name in MASKS), *slowly((name, "sigmoid") for name in MASKS)],
 )
 def test_masks_on_absolute_positions(name, mixer):
     """A prefix or a chunk is the sequence's own."""
@@ -144,37 +193,55 @@ def test_masks_on_absolute_positions(name, mixer):
 
 @pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(
-    "name", [pytest.param(p, marks=() if p in (*BIASES, "learned", "rope") else pytest.mark.slow) for p in POSITIONS]
+    "name",
+    [
+        pytest.param(p, marks=() if p in (*BIASES, "learned", "rope") else pytest.mark.slow)
+        for p in POSITIONS
+    ],
 )
 def test_the_callers_positions_are_the_tokens(name):
     """Tokens that change places and keep their positions keep their logits, where all see all."""
     layers = 2 if name == "turns" else 1
-    config = replace(MODEL, positions=POSITIONS[name], masks=(masks.full(),), num_layers=layers, unroll=layers)
+    config = replace(
+        MODEL, positions=POSITIONS[name], masks=(masks.full(),), num_layers=layers, unroll=layers
+    )
     order = np.array([3, 0, 4, 1, 2])
     there = np.arange(T)[None]
     logits = np.asarray(run(config, ONE[None]).logits)
-    close(run(config, ONE[None, order], positions=jnp.asarray(there[:, order])).logits, logits[:, order])
+    close(
+        run(config, ONE[None, order], positions=jnp.asarray(there[:, order])).logits,
+        logits[:, order],
+    )
     two = jnp.asarray(np.concatenate([there, there[:, order]]))
     found = run(config, np.stack([ONE, ONE[order]]), positions=two).logits
     close(found, np.concatenate([logits, logits[:, order]]))
 
 
 TURNS = {
-    "learned": dict(positions=Learned()), "rope": dict(positions=Rope()), "linear": dict(mixer=zoo.Linear()),
+    "learned": dict(positions=Learned()),
+    "rope": dict(positions=Rope()),
+    "linear": dict(mixer=zoo.Linear()),
     **{name: dict(positions=POSITIONS[name]) for name in ("alibi", "relative", "places")},
     **{name: dict(masks=(MASKS[name],)) for name in ("window", "chunked")},
-}  # fmt: skip
+}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("learned", "places", "window") else pytest.mark.slow) for n in TURNS]
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("learned", "places", "window") else pytest.mark.slow)
+        for n in TURNS
+    ],
 )
 def test_a_second_turn_that_is_padded(name):
-    """The next tokens of two rows, of different number; then one row waits while the other goes on."""
+    """The next tokens of two rows, of different number; then one row waits while the other goes
+    on."""
     config = replace(MODEL, **TURNS[name])
     one, other = np.asarray(run(config, np.stack([ONE, OTHER])).logits)
-    cache = run(config, np.stack([ONE, OTHER])[:, :1], cache=decoding.init_cache(config, 2, 9)).cache
+    cache = run(
+        config, np.stack([ONE, OTHER])[:, :1], cache=decoding.init_cache(config, 2, 9)
+    ).cache
     turn = joined((ONE[1:3], JUNK[:2]), (OTHER[1:4], JUNK[:1]))
     out = run(config, turn, lengths=jnp.array([2, 3]), cache=cache)
     close(out.logits[0, :2], one[1:3])
@@ -200,7 +267,8 @@ def test_blockwise_and_its_gradient_equal_the_reference(name, mixer):
 
     config = replace(MODEL, positions=POSITIONS[name], mixer=MIXERS[mixer])
     expected, found = (
-        gradient(replace(config, attention_implementation=kind), drawn(config)) for kind in ("reference", "blockwise")
+        gradient(replace(config, attention_implementation=kind), drawn(config))
+        for kind in ("reference", "blockwise")
     )
     jax.tree.map(close, found, expected)
 
@@ -218,13 +286,20 @@ def test_what_depends_on_slots_is_refused():
     for name in BIASES:
         config = replace(MODEL, positions=POSITIONS[name])
         with pytest.raises(ConfigError, match="the cached tokens' positions"):
-            run(config, row, positions=jnp.arange(2 * T)[None], cache=decoding.init_cache(config, 1, 12))
+            run(
+                config,
+                row,
+                positions=jnp.arange(2 * T)[None],
+                cache=decoding.init_cache(config, 1, 12),
+            )
     with pytest.raises(ConfigError, match="positions: a bias"):
         run(replace(MODEL, positions=array), row, cache=decoding.init_cache(MODEL, 1, 12))
     cache = run(MODEL, row, cache=decoding.init_cache(MODEL, 1, 12)).cache
     with pytest.raises(ConfigError, match="positions: a bias"):
         run(replace(MODEL, positions=by_row), row[:, :1], cache=cache)
-    with pytest.raises(ConfigError, match="1 rows of 10 tokens do not fit a cache of 1 rows of 9 slots"):
+    with pytest.raises(
+        ConfigError, match="1 rows of 10 tokens do not fit a cache of 1 rows of 9 slots"
+    ):
         run(MODEL, row, cache=decoding.init_cache(MODEL, 1, 9))
 
 

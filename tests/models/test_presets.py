@@ -1,4 +1,5 @@
-"""Published systems: their sizes by somebody else's count, and that a config survives JSON and the command line."""
+"""Published systems: their sizes by somebody else's count, and that a config survives JSON and the
+command line."""
 
 import itertools
 import json
@@ -12,7 +13,8 @@ from jaxformer.zoo import PRESETS
 from tests.witnesses import load
 
 COUNTS = {name: int(count) for name, count in load("parameter_counts").items()}
-# nobody else's class: Linformer adds E and F [512, 256] a layer to RoBERTa's base, Performer nothing to BERT's
+# nobody else's class: Linformer adds E and F [512, 256] a layer to RoBERTa's base, Performer
+# nothing to BERT's
 COUNTS["linformer_base"] = COUNTS["roberta_base"] + 12 * 2 * 512 * 256
 COUNTS["performer_base"] = COUNTS["bert_base_encoder"]
 
@@ -24,19 +26,29 @@ def test_published_parameter_counts(name):
     abstract = params.abstract(models.spec(PRESETS[name]))
     assert params.count(abstract) == COUNTS[name]
     # the promise is "no allocation"; 700 GB of float32 could not hide here
-    assert time.monotonic() - began < 10 and all(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(abstract))
+    assert time.monotonic() - began < 10 and all(
+        isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(abstract)
+    )
 
 
 def test_closed_forms():
     """What the counts follow from: GPT-2, LLaMA and the pair of 2017."""
     layer = lambda d: 12 * d**2 + 13 * d
     gpt2 = lambda V, T, L, d: V * d + T * d + L * layer(d) + 2 * d
-    assert COUNTS["gpt2_small"] == gpt2(50257, 1024, 12, 768) and COUNTS["gpt3_175b"] == gpt2(50257, 2048, 96, 12288)
-    llama = lambda V, L, d, f, share: 2 * V * d + L * (2 * d**2 + 2 * d**2 // share + 3 * d * f + 2 * d) + d
+    assert COUNTS["gpt2_small"] == gpt2(50257, 1024, 12, 768) and COUNTS["gpt3_175b"] == gpt2(
+        50257, 2048, 96, 12288
+    )
+    llama = lambda V, L, d, f, share: (
+        2 * V * d + L * (2 * d**2 + 2 * d**2 // share + 3 * d * f + 2 * d) + d
+    )
     assert COUNTS["llama_7b"] == llama(32000, 32, 4096, 11008, 1)
     assert COUNTS["llama2_70b"] == llama(32000, 80, 8192, 28672, 8)
     attention, feed = (lambda d: 4 * (d**2 + d)), (lambda d, f: 2 * d * f + f + d)
-    pair = lambda V, d, f: V * d + 6 * (attention(d) + feed(d, f) + 4 * d) + 6 * (2 * attention(d) + feed(d, f) + 6 * d)
+    pair = lambda V, d, f: (
+        V * d
+        + 6 * (attention(d) + feed(d, f) + 4 * d)
+        + 6 * (2 * attention(d) + feed(d, f) + 6 * d)
+    )
     assert COUNTS["transformer_big"] == pair(37000, 1024, 4096)
 
 
@@ -47,7 +59,9 @@ def test_descriptions_tell_presets_apart():
 
 
 @pytest.mark.thorough_after(4)
-@pytest.mark.parametrize("name", ["gpt3_175b", "t5_11b", "vit_base", "mixtral_8x7b", "reformer_enwik8", "bert_large"])
+@pytest.mark.parametrize(
+    "name", ["gpt3_175b", "t5_11b", "vit_base", "mixtral_8x7b", "reformer_enwik8", "bert_large"]
+)
 def test_show_prints_a_table_of_any_preset(name, capsys):
     assert cli.main(["show", name]) == 0
     printed = capsys.readouterr().out

@@ -19,7 +19,9 @@ from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
 
 V, T = 23, 9
-GPT = ModelConfig(vocab_size=V, num_layers=3, d_model=24, num_heads=3, context_length=16, init_std=0.3)
+GPT = ModelConfig(
+    vocab_size=V, num_layers=3, d_model=24, num_heads=3, context_length=16, init_std=0.3
+)
 # every family of the presets at toy size, and what no preset has
 FAMILIES = {
     "gpt2": GPT,
@@ -35,9 +37,19 @@ FAMILIES = {
     ),
     "post_norm": replace(GPT, block=blocks.post_norm, positions=Sinusoidal(), feedforward="relu"),
     "sandwich": replace(
-        GPT, block=blocks.sandwich, attention_softcap=5.0, logit_softcap=7.0, embedding=Embedding(scale=24**0.5)
+        GPT,
+        block=blocks.sandwich,
+        attention_softcap=5.0,
+        logit_softcap=7.0,
+        embedding=Embedding(scale=24**0.5),
     ),
-    "wide_heads": replace(GPT, head_width=10, d_ff=17, positions=Rope(fraction=0.4, layout="interleaved"), num_kv_heads=3),
+    "wide_heads": replace(
+        GPT,
+        head_width=10,
+        d_ff=17,
+        positions=Rope(fraction=0.4, layout="interleaved"),
+        num_kv_heads=3,
+    ),
 }
 
 
@@ -60,11 +72,14 @@ def make(name):
 
 def close(a, b, tolerance=2e-6):
     # float32 sums in another order: some 1e-7 relative, a few layers deep
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(np.abs(np.asarray(b)).max()))
+    np.testing.assert_allclose(
+        a, b, rtol=tolerance, atol=tolerance * float(np.abs(np.asarray(b)).max())
+    )
 
 
 def flat(tree):
-    """One vector: a key bias, whose gradient is zero but for rounding, is then measured against the others."""
+    """One vector: a key bias, whose gradient is zero but for rounding, is then measured against the
+    others."""
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
@@ -78,7 +93,10 @@ def loss_and_gradient(config, parameters, tokens, dtype=jnp.float32, maps=True):
 
     def loss(p):
         out = models.apply(config, p, tokens, dtype=dtype, intermediates=MAPS if maps else ())
-        return jnp.mean(jnp.square(out.logits)), (out.logits, out.intermediates and out.intermediates[MAPS[0]])
+        return jnp.mean(jnp.square(out.logits)), (
+            out.logits,
+            out.intermediates and out.intermediates[MAPS[0]],
+        )
 
     return jax.value_and_grad(loss, has_aux=True)(parameters)
 
@@ -88,7 +106,9 @@ def loss_and_gradient(config, parameters, tokens, dtype=jnp.float32, maps=True):
 def test_spec_and_init_agree(name):
     config, parameters, _ = make(name)
     abstract = params.abstract(models.spec(config))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), parameters) == jax.tree.map(lambda a: (a.shape, a.dtype), abstract)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), parameters) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), abstract
+    )
 
 
 @pytest.mark.thorough_after(1)
@@ -108,7 +128,8 @@ def test_causal(name):
 @pytest.mark.thorough_after(1)
 @fast("gpt3", "llama", "wide_heads")
 def test_padding_on_either_side_and_packing_change_nothing(name):
-    """One row among padding before it or behind it, and behind another document, is the row alone."""
+    """One row among padding before it or behind it, and behind another document, is the row
+    alone."""
     config, parameters, tokens = make(name)
     logits = np.asarray(apply(config, parameters, tokens).logits)
     junk = np.random.default_rng(9).integers(0, V, (2, 4)).astype(np.int32)
@@ -142,7 +163,9 @@ def test_scanned_equals_unrolled_equals_remat(name):
         changes += [dict(unroll=2, remat="dots")]
     for change in changes:
         changed = replace(config, **change)
-        (_, (other_logits, other_attention)), other_gradient = loss_and_gradient(changed, parameters, tokens)
+        (_, (other_logits, other_attention)), other_gradient = loss_and_gradient(
+            changed, parameters, tokens
+        )
         close(other_logits, logits)
         close(other_attention, attention)
         close(flat(other_gradient), flat(gradient), 1e-5)
@@ -178,7 +201,9 @@ logits = np.asarray(models.apply(c, p, jax.numpy.arange(6)[None]).logits[0, -1])
     exec(code, here)
     environment = os.environ | {"JAX_DISABLE_JIT": "1"}
     command = [sys.executable, "-c", code + "print(logits)"]
-    there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    there = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     close(np.array(eval(there)), np.array(here["logits"]))
 
 
@@ -201,18 +226,28 @@ def test_dropout_needs_a_key_and_follows_it():
     scanned = run(jax.random.key(1))
     np.testing.assert_array_equal(scanned, run(jax.random.key(1)))
     assert jnp.abs(scanned - run(jax.random.key(2))).max() > 1e-2
-    close(scanned, apply(replace(config, unroll=9), parameters, tokens, dropout_key=jax.random.key(1)).logits)
+    close(
+        scanned,
+        apply(replace(config, unroll=9), parameters, tokens, dropout_key=jax.random.key(1)).logits,
+    )
 
 
 def mean_mixer(config):
-    """Every position gets the mean of what its mask shows, through one matrix: a research variant in ten lines."""
+    """Every position gets the mean of what its mask shows, through one matrix: a research variant
+    in ten lines."""
     D = config.d_model
-    spec = {"kernel": Spec((D, D), ("embed", "embed_out"), jax.nn.initializers.normal(0.3), ("embed",))}
+    spec = {
+        "kernel": Spec((D, D), ("embed", "embed_out"), jax.nn.initializers.normal(0.3), ("embed",))
+    }
 
     def apply(params, x, context):
         seen = context.mask(*context.mask.positions(x.shape[1], x.shape[1]))[:, 0].astype(x.dtype)
         mean = jnp.einsum("bts,bsd->btd", jnp.broadcast_to(seen, (x.shape[0], *seen.shape[1:])), x)
-        return jnp.einsum("btd,de->bte", mean / seen.sum(-1, keepdims=True), params["kernel"]), None, None
+        return (
+            jnp.einsum("btd,de->bte", mean / seen.sum(-1, keepdims=True), params["kernel"]),
+            None,
+            None,
+        )
 
     return Mixer(spec, apply, lambda batch, length, dtype: {})
 
@@ -245,10 +280,14 @@ def test_bad_configs_are_refused_in_a_line(changes, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [masks.causal(), (np.ones((3, 3), bool),), ("causal",)], ids=["bare", "array", "text"])
+@pytest.mark.parametrize(
+    "wrong", [masks.causal(), (np.ones((3, 3), bool),), ("causal",)], ids=["bare", "array", "text"]
+)
 def test_masks_that_are_none_are_refused_in_a_line(wrong):
     config = replace(GPT)
-    object.__setattr__(config, "masks", wrong)  # the suite's own annotation checks stand before the constructor
+    object.__setattr__(
+        config, "masks", wrong
+    )  # the suite's own annotation checks stand before the constructor
     with pytest.raises(ConfigError, match=r"model\.masks=.*: expected a tuple of values") as caught:
         ModelConfig.__post_init__(config)
     assert "\n" not in str(caught.value)
@@ -270,13 +309,19 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
     config = ModelConfig(32, 2, 16, 2, length, attention_implementation="blockwise", unroll=1)
     weights = models.init(config, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, length), 0, 32)
-    loss = lambda config, weights: jnp.mean(jnp.square(models.apply(config, weights, tokens).logits))
+    loss = lambda config, weights: jnp.mean(
+        jnp.square(models.apply(config, weights, tokens).logits)
+    )
     programs = {
-        remat: jax.jit(jax.grad(partial(loss, replace(config, remat=remat)))).lower(weights).compile()
+        remat: jax.jit(jax.grad(partial(loss, replace(config, remat=remat))))
+        .lower(weights)
+        .compile()
         for remat in ("none", "dots", "attention", "full")
     }
     loops = {remat: program.as_text().count(" while(") for remat, program in programs.items()}
     assert loops["attention"] == loops["none"] < loops["full"] == loops["dots"]
-    for program in programs.values():  # the same operations, which other fusions sum in another order
+    for (
+        program
+    ) in programs.values():  # the same operations, which other fusions sum in another order
         same = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8)
         jax.tree.map(same, program(weights), programs["none"](weights))

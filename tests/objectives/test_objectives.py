@@ -14,15 +14,28 @@ from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.interop.flax import FlaxModel
 from jaxformer.masks import causal, full
-from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig, Patches, TokenClassification
+from jaxformer.models import (
+    Classification,
+    EncoderDecoder,
+    Mixture,
+    ModelConfig,
+    Patches,
+    TokenClassification,
+)
 from jaxformer.objectives import StepContext
 from jaxformer.ops import cross_entropy
 from jaxformer.training import AdamW, ClassCrossEntropy, Constant, Experiment, TokenCrossEntropy
 from jaxformer.training.recipe import build
 
-CONFIG = ModelConfig(vocab_size=13, num_layers=2, d_model=16, num_heads=2, context_length=8, init_std=0.3)
+CONFIG = ModelConfig(
+    vocab_size=13, num_layers=2, d_model=16, num_heads=2, context_length=8, init_std=0.3
+)
 TOKENS = jax.random.randint(jax.random.key(0), (3, 8), 0, 13)
-BATCH = {"tokens": TOKENS, "labels": jnp.roll(TOKENS, -1, 1), "weights": (TOKENS % 4 > 0).astype(jnp.float32)}
+BATCH = {
+    "tokens": TOKENS,
+    "labels": jnp.roll(TOKENS, -1, 1),
+    "weights": (TOKENS % 4 > 0).astype(jnp.float32),
+}
 KEYS = [jax.random.key(seed) for seed in (1, 2)]
 apply = jax.jit(models.apply, static_argnums=0)
 
@@ -49,7 +62,10 @@ def losses(model, batch=BATCH, **changes):
     """(trained with each key, scored with each key)."""
     made = recipe(model, **changes)
     trained = init(model)
-    return tuple([float(jax.jit(f)(trained, batch, key).loss) for key in KEYS] for f in (made.loss, made.score))
+    return tuple(
+        [float(jax.jit(f)(trained, batch, key).loss) for key in KEYS]
+        for f in (made.loss, made.score)
+    )
 
 
 @pytest.mark.thorough
@@ -91,28 +107,49 @@ def test_an_objective_of_ones_own_is_scored_by_itself(kind):
 def test_a_pair_is_scored_as_its_decoder_says():
     decoder = replace(CONFIG, masks=(causal(),))
     pair = EncoderDecoder(encoder=replace(CONFIG, masks=(full(),), heads=()), decoder=decoder)
-    batch = BATCH | {"source": TOKENS[:, ::-1], "source_segment_ids": jnp.ones_like(TOKENS).at[0, 5:].set(0)}
+    batch = BATCH | {
+        "source": TOKENS[:, ::-1],
+        "source_segment_ids": jnp.ones_like(TOKENS).at[0, 5:].set(0),
+    }
     parameters = init(pair)
     sources = {name: batch[name] for name in ("source", "source_segment_ids")}
-    expected = cross_entropy(apply(pair, parameters, TOKENS, **sources).logits, batch["labels"], batch["weights"])
+    expected = cross_entropy(
+        apply(pair, parameters, TOKENS, **sources).logits, batch["labels"], batch["weights"]
+    )
     found = sums_of(TokenCrossEntropy(), pair, parameters, batch, KEYS[0])
-    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)  # float32 sums in another order
+    np.testing.assert_allclose(
+        found.loss, expected.loss, rtol=1e-5
+    )  # float32 sums in another order
     np.testing.assert_array_equal(found.metrics["accuracy"][0], expected.correct)
 
 
 @pytest.mark.thorough
 def test_images_have_classes():
     images = replace(
-        CONFIG, vocab_size=0, embedding=Patches((8, 8), (4, 4), 1), context_length=5, heads=(Classification(3),),
+        CONFIG,
+        vocab_size=0,
+        embedding=Patches((8, 8), (4, 4), 1),
+        context_length=5,
+        heads=(Classification(3),),
         masks=(full(),),
-    )  # fmt: skip
-    batch = {"images": jnp.ones((4, 8, 8, 1)), "labels": jnp.array([0, 1, 2, 2]), "weights": jnp.array([1.0, 1, 1, 0])}
+    )
+    batch = {
+        "images": jnp.ones((4, 8, 8, 1)),
+        "labels": jnp.array([0, 1, 2, 2]),
+        "weights": jnp.array([1.0, 1, 1, 0]),
+    }
     parameters = init(images)
     found = sums_of(ClassCrossEntropy(), images, parameters, batch, KEYS[0])
     logits = apply(images, parameters, batch["images"]).logits
-    np.testing.assert_allclose(found.loss, -jax.nn.log_softmax(logits)[jnp.arange(3), jnp.arange(3)].sum(), rtol=1e-5)
-    with pytest.raises(ConfigError, match=r"logits \[4, 3\], labels \[4\], weights \[4, 1\].*Classification head"):
-        ClassCrossEntropy()(images, parameters, batch | {"weights": jnp.ones((4, 1))}, StepContext(KEYS[0]))
+    np.testing.assert_allclose(
+        found.loss, -jax.nn.log_softmax(logits)[jnp.arange(3), jnp.arange(3)].sum(), rtol=1e-5
+    )
+    with pytest.raises(
+        ConfigError, match=r"logits \[4, 3\], labels \[4\], weights \[4, 1\].*Classification head"
+    ):
+        ClassCrossEntropy()(
+            images, parameters, batch | {"weights": jnp.ones((4, 1))}, StepContext(KEYS[0])
+        )
 
 
 @pytest.mark.thorough
@@ -162,7 +199,9 @@ def test_a_model_of_ones_own_needs_only_spec_and_apply():
 
 
 def test_what_an_objective_returns_is_checked():
-    pair = recipe(CONFIG, objective=lambda model, params, batch, context: (jnp.ones(()), jnp.ones(())))
+    pair = recipe(
+        CONFIG, objective=lambda model, params, batch, context: (jnp.ones(()), jnp.ones(()))
+    )
     assert pair.loss(init(CONFIG), BATCH, KEYS[0]).metrics == {}
     with pytest.raises(ConfigError, match="objective: returned float"):
         recipe(CONFIG, objective=lambda *_: 1.0).loss(models.init(CONFIG, KEYS[0]), BATCH, KEYS[0])
@@ -191,7 +230,12 @@ class TwoLayersNNX(nnx.Module):
 @pytest.mark.parametrize(
     "model",
     [
-        FlaxModel(TwoLayers(), 8, 13, lambda module, x, context: module(x, train=context.dropout_key is not None)),
+        FlaxModel(
+            TwoLayers(),
+            8,
+            13,
+            lambda module, x, context: module(x, train=context.dropout_key is not None),
+        ),
         FlaxModel(TwoLayersNNX, 8, 13),
     ],
     ids=["linen", "nnx"],
@@ -201,19 +245,30 @@ def test_a_flax_model_is_a_model(model):
     assert trained[0] != trained[1] and scored[0] == scored[1] != trained[0]
     parameters = models.init(model, jax.random.key(0))
     logits = models.apply(model, parameters, TOKENS).logits
-    np.testing.assert_allclose(scored[0], cross_entropy(logits, BATCH["labels"], BATCH["weights"]).loss, rtol=1e-5)
+    np.testing.assert_allclose(
+        scored[0], cross_entropy(logits, BATCH["labels"], BATCH["weights"]).loss, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: TokenCrossEntropy(label_smoothing=1.0), r"objective: label_smoothing=1.0 must be in \[0, 1\)"),
-        (lambda: TokenCrossEntropy(z_loss=-1e-4), "objective.z_loss=-0.0001: expected a finite number of at least 0"),
+        (
+            lambda: TokenCrossEntropy(label_smoothing=1.0),
+            r"objective: label_smoothing=1.0 must be in \[0, 1\)",
+        ),
+        (
+            lambda: TokenCrossEntropy(z_loss=-1e-4),
+            "objective.z_loss=-0.0001: expected a finite number of at least 0",
+        ),
         (
             lambda: Constant(warmup=-1)(Experiment("x", None, Reverse())),
             "warmup=-1: must be a whole number of steps, at least 0",
         ),
-        (lambda: AdamW(weight_decay=-0.1)({}), "optimizer.weight_decay=-0.1: must be finite and at least 0"),
+        (
+            lambda: AdamW(weight_decay=-0.1)({}),
+            "optimizer.weight_decay=-0.1: must be finite and at least 0",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make, said):

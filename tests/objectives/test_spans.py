@@ -14,7 +14,9 @@ from jaxformer.objectives.spans import SpanCrossEntropy, best_spans
 
 init, apply = jax.jit(models.init, static_argnums=0), jax.jit(models.apply, static_argnums=0)
 loss = jax.jit(SpanCrossEntropy(), static_argnums=0)
-CONFIG = ModelConfig(30, 1, 16, 2, context_length=12, masks=(full(),), heads=(TokenClassification(2),), init_std=0.5)
+CONFIG = ModelConfig(
+    30, 1, 16, 2, context_length=12, masks=(full(),), heads=(TokenClassification(2),), init_std=0.5
+)
 
 
 def batch(rows=4, length=12, seed=0):
@@ -22,10 +24,13 @@ def batch(rows=4, length=12, seed=0):
     rng = np.random.default_rng(seed)
     labels = np.sort(rng.integers(4, length, (rows, 2)), axis=1)
     arrays = {
-        "tokens": rng.integers(0, 30, (rows, length)), "passage": np.broadcast_to(np.arange(length) >= 4, (rows, length)),
+        "tokens": rng.integers(0, 30, (rows, length)),
+        "passage": np.broadcast_to(np.arange(length) >= 4, (rows, length)),
         "labels": labels,
-    }  # fmt: skip
-    return {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()} | {"weights": jnp.ones(rows).at[-1].set(0)}
+    }
+    return {name: jnp.asarray(x, jnp.int32) for name, x in arrays.items()} | {
+        "weights": jnp.ones(rows).at[-1].set(0)
+    }
 
 
 @pytest.mark.thorough
@@ -34,12 +39,16 @@ def test_the_loss_of_spans_by_hand():
     sums = loss(CONFIG, params, rows, StepContext(jax.random.key(1)))
     logits = np.asarray(apply(CONFIG, params, rows["tokens"]).logits, np.float64)[:, 4:]
     losses = [
-        np.log(np.exp(logits[row, :, side]).sum()) - logits[row, int(rows["labels"][row, side]) - 4, side]
-        for row in range(3) for side in (0, 1)
-    ]  # fmt: skip
+        np.log(np.exp(logits[row, :, side]).sum())
+        - logits[row, int(rows["labels"][row, side]) - 4, side]
+        for row in range(3)
+        for side in (0, 1)
+    ]
     assert float(sums.weight) == 3
     assert float(sums.loss) == pytest.approx(sum(losses) / 2, rel=1e-5)  # float32
-    gradient = jax.jit(jax.grad(lambda p: loss(CONFIG, p, rows, StepContext(jax.random.key(1))).loss))(params)
+    gradient = jax.jit(
+        jax.grad(lambda p: loss(CONFIG, p, rows, StepContext(jax.random.key(1))).loss)
+    )(params)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
@@ -66,8 +75,18 @@ def test_what_is_right_is_counted():
 @pytest.mark.thorough
 def test_an_answer_outside_the_passage_is_left_out():
     rows, params = batch(), init(CONFIG, jax.random.key(0))
-    weightless = loss(CONFIG, params, rows | {"weights": rows["weights"].at[0].set(0)}, StepContext(jax.random.key(1)))
-    sums = loss(CONFIG, params, rows | {"labels": rows["labels"].at[0, 0].set(1)}, StepContext(jax.random.key(1)))
+    weightless = loss(
+        CONFIG,
+        params,
+        rows | {"weights": rows["weights"].at[0].set(0)},
+        StepContext(jax.random.key(1)),
+    )
+    sums = loss(
+        CONFIG,
+        params,
+        rows | {"labels": rows["labels"].at[0, 0].set(1)},
+        StepContext(jax.random.key(1)),
+    )
     assert (sums.loss, sums.weight) == (weightless.loss, weightless.weight) and sums.weight == 2
     assert sums.metrics["left_out"] == (1, 3) and weightless.metrics["left_out"] == (0, 2)
 
@@ -76,4 +95,6 @@ def test_an_answer_outside_the_passage_is_left_out():
 def test_other_heads_are_refused():
     config = ModelConfig(30, 1, 16, 2, context_length=12, heads=(Classification(2),))
     with pytest.raises(ConfigError, match=r"give the model a TokenClassification\(2\) head first"):
-        SpanCrossEntropy()(config, init(config, jax.random.key(0)), batch(), StepContext(jax.random.key(1)))
+        SpanCrossEntropy()(
+            config, init(config, jax.random.key(0)), batch(), StepContext(jax.random.key(1))
+        )

@@ -1,4 +1,5 @@
-"""Activations and feed-forward layers against float64, written with math.erf, math.exp and math.tanh."""
+"""Activations and feed-forward layers against float64, written with math.erf, math.exp and
+math.tanh."""
 
 import math
 
@@ -19,7 +20,9 @@ def sigmoid(x):
 DEFINITIONS = {
     "relu": lambda x: max(x, 0.0),
     "gelu": lambda x: x * 0.5 * math.erfc(-x / math.sqrt(2)),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu_tanh": lambda x: (
+        0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    ),
     "silu": lambda x: x * sigmoid(x),
     "relu2": lambda x: max(x, 0.0) ** 2,
     "sigmoid": sigmoid,
@@ -64,17 +67,23 @@ def test_activations(name):
 
 
 def test_the_two_gelus_differ_by_what_the_literature_says():
-    """4.7e-4 at most: enough to break parity with a checkpoint trained with the other, so neither may stand for both."""
-    erf, tanh = (np.float64(ACTIVATIONS[name](jnp.asarray(X, jnp.float32))) for name in ("gelu", "gelu_tanh"))
+    """4.7e-4 at most: enough to break parity with a checkpoint trained with the other, so neither
+    may stand for both."""
+    erf, tanh = (
+        np.float64(ACTIVATIONS[name](jnp.asarray(X, jnp.float32))) for name in ("gelu", "gelu_tanh")
+    )
     assert 4.6e-4 < np.abs(erf - tanh).max() < 4.8e-4
 
 
 def test_gelu_has_a_second_derivative():
-    """Ours carries its own derivative rule: (x Phi)' = Phi + x phi, and (x Phi)'' = (2 - x^2) phi."""
+    """Ours carries its own derivative rule: (x Phi)' = Phi + x phi, and (x Phi)'' = (2 - x^2)
+    phi."""
     with jax.enable_x64(True):
         second = jax.jit(jax.vmap(jax.grad(jax.grad(ACTIVATIONS["gelu"]))))(jnp.asarray(X))
     expected = (2 - X**2) * np.exp(-(X**2) / 2) / math.sqrt(2 * math.pi)
-    np.testing.assert_allclose(second, expected, rtol=1e-12, atol=1e-14)  # a handful of float64 roundings
+    np.testing.assert_allclose(
+        second, expected, rtol=1e-12, atol=1e-14
+    )  # a handful of float64 roundings
 
 
 @pytest.mark.thorough
@@ -83,13 +92,19 @@ def test_activations_keep_narrow_types(dtype):
     roundoff = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-11
     x = jnp.asarray(np.linspace(-4, 4, 161).astype(dtype))
     outputs, slopes = jax.jit(
-        lambda x: [[f(x) for f in ACTIVATIONS.values()], [jax.vjp(f, x)[1](x)[0] for f in ACTIVATIONS.values()]]
+        lambda x: [
+            [f(x) for f in ACTIVATIONS.values()],
+            [jax.vjp(f, x)[1](x)[0] for f in ACTIVATIONS.values()],
+        ]
     )(x)
     for name, out, slope in zip(ACTIVATIONS, outputs, slopes, strict=True):
         assert out.dtype == slope.dtype == dtype
         exact = apply(name, x)
-        # gates are computed in the narrow type or wider: at most four roundings of numbers up to |x|, or x^2
-        bound = 4 * roundoff * np.maximum(np.abs(np.float64(x)), np.abs(exact)) + 4 * roundoff * (name == "sigmoid")
+        # gates are computed in the narrow type or wider: at most four roundings of numbers up to
+        # |x|, or x^2
+        bound = 4 * roundoff * np.maximum(np.abs(np.float64(x)), np.abs(exact)) + 4 * roundoff * (
+            name == "sigmoid"
+        )
         assert (np.abs(np.float64(out) - exact) <= bound).all(), name
 
 
@@ -106,7 +121,9 @@ FLOAT32 = dict(rtol=2e-5, atol=2e-5)
 def test_mlp(name):
     x, up, down, up_bias, down_bias = random(0, (2, 3, 4), (4, 16), (16, 4), (16,), (4,))
     f = ACTIVATIONS[name]
-    ours, plain = jax.jit(lambda *a: (mlp(*a[:3], f, *a[3:]), mlp(*a[:3], f)))(x, up, down, up_bias, down_bias)
+    ours, plain = jax.jit(lambda *a: (mlp(*a[:3], f, *a[3:]), mlp(*a[:3], f)))(
+        x, up, down, up_bias, down_bias
+    )
     x, up, down, up_bias, down_bias = (np.float64(a) for a in (x, up, down, up_bias, down_bias))
     np.testing.assert_allclose(ours, apply(name, x @ up + up_bias) @ down + down_bias, **FLOAT32)
     np.testing.assert_allclose(plain, apply(name, x @ up) @ down, **FLOAT32)
@@ -115,7 +132,9 @@ def test_mlp(name):
 @pytest.mark.parametrize("name", GATES)
 def test_gated_family(name):
     """The activation falls on the gate, not on the other branch."""
-    x, gate, up, down, gate_bias, up_bias, down_bias = random(1, (2, 3, 4), (4, 16), (4, 16), (16, 4), (16,), (16,), (4,))
+    x, gate, up, down, gate_bias, up_bias, down_bias = random(
+        1, (2, 3, 4), (4, 16), (4, 16), (16, 4), (16,), (16,), (4,)
+    )
     f = ACTIVATIONS[GATES[name]]
     both = jax.jit(lambda *a: (glu(*a[:4], f, *a[4:]), glu(*a[:4], f)))
     ours, plain = both(x, gate, up, down, gate_bias, up_bias, down_bias)
@@ -134,7 +153,8 @@ def test_published_names():
 
 @pytest.mark.thorough
 def test_bfloat16_activations_with_float32_parameters():
-    """Products of bfloat16 operands; the result is bfloat16, the gradients of the parameters float32, all near float64."""
+    """Products of bfloat16 operands; the result is bfloat16, the gradients of the parameters
+    float32, all near float64."""
     x, gate, up, down, bias = random(2, (2, 8, 16), (16, 32), (16, 32), (32, 16), (32,))
     x = x.astype(jnp.bfloat16)
 
@@ -148,7 +168,10 @@ def test_bfloat16_activations_with_float32_parameters():
     ours = jax.jit(run)(x, gate, up, down, bias)
     assert [a.dtype for a in ours] == [jnp.bfloat16] * 2 + [jnp.float32] * 4
     with jax.enable_x64(True):
-        exact = map(np.asarray, jax.jit(run)(*(jnp.asarray(np.float64(a)) for a in (x, gate, up, down, bias))))
+        exact = map(
+            np.asarray,
+            jax.jit(run)(*(jnp.asarray(np.float64(a)) for a in (x, gate, up, down, bias))),
+        )
     for got, wanted in zip(ours, exact, strict=True):
         # about eight roundings of 2^-8 on the way, independent of one another
         assert np.linalg.norm(np.float64(got) - wanted) <= 8 * 2.0**-8 * np.linalg.norm(wanted)
@@ -156,6 +179,9 @@ def test_bfloat16_activations_with_float32_parameters():
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu", "bilinear"])
 def test_gated_layers_have_their_published_names(name):
-    x, gate, up, down = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(2, 3, 4), (4, 8), (4, 8), (8, 4)]))
+    x, gate, up, down = (
+        jax.random.normal(jax.random.key(i), s)
+        for i, s in enumerate([(2, 3, 4), (4, 8), (4, 8), (8, 4)])
+    )
     expected = glu(x, gate, up, down, ACTIVATIONS[GATES[name]])
     np.testing.assert_array_equal(getattr(ops, name)(x, gate, up, down), expected)

@@ -1,4 +1,5 @@
-"""Norms against float64, against Flax's layers, and against the cancellation that the one-pass variance suffers."""
+"""Norms against float64, against Flax's layers, and against the cancellation that the one-pass
+variance suffers."""
 
 import re
 
@@ -19,7 +20,9 @@ ROUNDOFF = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
 def layer_norm64(x, scale, bias=0.0, eps=1e-5):
     x = np.asarray(x, np.float64)
     mean = x.mean(-1, keepdims=True)
-    return (x - mean) / np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + eps) * np.float64(scale) + np.float64(bias)
+    return (x - mean) / np.sqrt(((x - mean) ** 2).mean(-1, keepdims=True) + eps) * np.float64(
+        scale
+    ) + np.float64(bias)
 
 
 def rms_norm64(x, scale, eps=1e-6):
@@ -41,7 +44,9 @@ def random(seed, *shapes):
 )
 def test_by_definition(seed, shape, eps):
     x, scale, bias = random(seed, shape, shape[-1:], shape[-1:])
-    both = jax.jit(lambda x, s, b: (layer_norm(x, s, b, eps), layer_norm(x, s, None, eps), rms_norm(x, s, eps)))
+    both = jax.jit(
+        lambda x, s, b: (layer_norm(x, s, b, eps), layer_norm(x, s, None, eps), rms_norm(x, s, eps))
+    )
     ours, unbiased, rms = both(x, scale, bias)
     np.testing.assert_allclose(ours, layer_norm64(x, scale, bias, eps), **FLOAT32)
     np.testing.assert_allclose(unbiased, layer_norm64(x, scale, eps=eps), **FLOAT32)
@@ -49,16 +54,23 @@ def test_by_definition(seed, shape, eps):
 
 
 def test_default_epsilons():
-    """LayerNorm 1e-5 (2017, GPT-2), RMSNorm 1e-6 (LLaMA-1): rows this small would show any other."""
+    """LayerNorm 1e-5 (2017, GPT-2), RMSNorm 1e-6 (LLaMA-1): rows this small would show any
+    other."""
     x, scale = random(0, (3, 8), (8,))
-    np.testing.assert_allclose(layer_norm(x * 1e-3, scale), layer_norm64(x * 1e-3, scale, eps=1e-5), **FLOAT32)
-    np.testing.assert_allclose(rms_norm(x * 1e-3, scale), rms_norm64(x * 1e-3, scale, eps=1e-6), **FLOAT32)
+    np.testing.assert_allclose(
+        layer_norm(x * 1e-3, scale), layer_norm64(x * 1e-3, scale, eps=1e-5), **FLOAT32
+    )
+    np.testing.assert_allclose(
+        rms_norm(x * 1e-3, scale), rms_norm64(x * 1e-3, scale, eps=1e-6), **FLOAT32
+    )
 
 
-# float32 error of one row mean is a few roundings 6e-8 of it, then divided by a spread of one; worst of 64 x 256 entries
+# float32 error of one row mean is a few roundings 6e-8 of it, then divided by a spread of one;
+# worst of 64 x 256 entries
 @pytest.mark.parametrize(("mean", "error"), [(10, 3e-6), (100, 3e-5), (1000, 3e-4)])
 def test_a_large_mean_costs_only_its_own_rounding(mean, error):
-    """The one-pass variance E[x^2] - E[x]^2 loses a hundred to a thousand times more, and everything at 1000."""
+    """The one-pass variance E[x^2] - E[x]^2 loses a hundred to a thousand times more, and
+    everything at 1000."""
     x = np.float32(np.random.default_rng(0).normal(size=(64, 256)) + mean)
     ones = jnp.ones(256)
     ours = jax.jit(layer_norm)(jnp.asarray(x), ones)
@@ -71,7 +83,9 @@ def test_a_large_mean_costs_only_its_own_rounding(mean, error):
 def test_agrees_with_flax():
     x, scale, bias = random(1, (2, 3, 16), (16,), (16,))
     for eps in (1e-12, 1e-6, 1e-5):
-        theirs = nn.LayerNorm(epsilon=eps, use_fast_variance=False).apply({"params": {"scale": scale, "bias": bias}}, x)
+        theirs = nn.LayerNorm(epsilon=eps, use_fast_variance=False).apply(
+            {"params": {"scale": scale, "bias": bias}}, x
+        )
         np.testing.assert_allclose(layer_norm(x, scale, bias, eps), theirs, **FLOAT32)
         theirs = nn.RMSNorm(epsilon=eps).apply({"params": {"scale": scale}}, x)
         np.testing.assert_allclose(rms_norm(x, scale, eps), theirs, **FLOAT32)
@@ -83,7 +97,9 @@ def test_narrow_inputs_are_rounded_once_at_the_end(dtype):
     x, scale, bias = random(2, (4, 64), (64,), (64,))
     x = (x + 30).astype(dtype)
     both = jax.jit(lambda x, s, b: (layer_norm(x, s, b), rms_norm(x, s)))
-    for ours, theirs in zip(both(x, scale, bias), (layer_norm64(x, scale, bias), rms_norm64(x, scale)), strict=True):
+    for ours, theirs in zip(
+        both(x, scale, bias), (layer_norm64(x, scale, bias), rms_norm64(x, scale)), strict=True
+    ):
         assert ours.dtype == dtype
         # one rounding of the result; 2e-5 is the float32 error at a mean of 30
         assert (np.abs(np.float64(ours) - theirs) <= ROUNDOFF[dtype] * np.abs(theirs) + 2e-5).all()
@@ -91,12 +107,15 @@ def test_narrow_inputs_are_rounded_once_at_the_end(dtype):
 
 def test_float16_squares_do_not_overflow():
     x = jnp.full((2, 8), 6e4, jnp.float16)
-    np.testing.assert_allclose(np.float32(rms_norm(x, jnp.ones(8))), 1.0, rtol=2.0**-11)  # float16 result
+    np.testing.assert_allclose(
+        np.float32(rms_norm(x, jnp.ones(8))), 1.0, rtol=2.0**-11
+    )  # float16 result
     assert np.isfinite(np.float32(layer_norm(x, jnp.ones(8)))).all()
 
 
 def test_float64_value_and_gradients():
-    """dx = (g - mean(g) - xhat mean(g xhat)) / s for LayerNorm, g = scale dy; without the middle term for RMSNorm."""
+    """dx = (g - mean(g) - xhat mean(g xhat)) / s for LayerNorm, g = scale dy; without the middle
+    term for RMSNorm."""
     rng = np.random.default_rng(3)
     x, dy = rng.normal(size=(2, 4, 6))
     scale, bias = rng.normal(size=(2, 6))
@@ -113,7 +132,12 @@ def test_float64_value_and_gradients():
         ours, ours_rms = run(*map(jnp.asarray, (dy, x, scale, bias)))
     s = np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     hat = (x - mean(x)) / s
-    layer = layer_norm64(x, scale, bias), (g - mean(g) - hat * mean(g * hat)) / s, (dy * hat).sum(0), dy.sum(0)
+    layer = (
+        layer_norm64(x, scale, bias),
+        (g - mean(g) - hat * mean(g * hat)) / s,
+        (dy * hat).sum(0),
+        dy.sum(0),
+    )
     s = np.sqrt(mean(x**2) + 1e-6)
     hat = x / s
     rms = rms_norm64(x, scale), (g - hat * mean(g * hat)) / s, (dy * hat).sum(0)
@@ -132,18 +156,29 @@ def test_constant_and_zero_rows_are_finite():
 
 
 def test_invariances():
-    """LayerNorm ignores a shift and a positive factor of its input, RMSNorm a positive factor (up to eps)."""
+    """LayerNorm ignores a shift and a positive factor of its input, RMSNorm a positive factor (up
+    to eps)."""
     x, scale = random(4, (5, 32), (32,))
-    np.testing.assert_allclose(layer_norm(4 * x + 2, scale, eps=0.0), layer_norm(x, scale, eps=0.0), **FLOAT32)
-    np.testing.assert_allclose(rms_norm(4 * x, scale, eps=0.0), rms_norm(x, scale, eps=0.0), **FLOAT32)
+    np.testing.assert_allclose(
+        layer_norm(4 * x + 2, scale, eps=0.0), layer_norm(x, scale, eps=0.0), **FLOAT32
+    )
+    np.testing.assert_allclose(
+        rms_norm(4 * x, scale, eps=0.0), rms_norm(x, scale, eps=0.0), **FLOAT32
+    )
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU makes of sums")
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 def test_a_batch_of_one_is_no_axis_of_a_sum(norm):
-    """XLA:CPU takes ten times as long for a scale's gradient over [1, T] as over [T]: a tenth of GPT-2's step of one row."""
+    """XLA:CPU takes ten times as long for a scale's gradient over [1, T] as over [T]: a tenth of
+    GPT-2's step of one row."""
     x, scale = random(0, (1, 64, 128), (128,))
-    text = jax.jit(jax.grad(lambda x, scale: jnp.sum(jnp.square(norm(x, scale))), (0, 1))).lower(x, scale).compile().as_text()
+    text = (
+        jax.jit(jax.grad(lambda x, scale: jnp.sum(jnp.square(norm(x, scale))), (0, 1)))
+        .lower(x, scale)
+        .compile()
+        .as_text()
+    )
     assert " reduce(" in text
     assert not re.findall(r"f32\[1,\d+\]\S* reduce\(", text)
 
@@ -158,5 +193,7 @@ def test_axes_of_size_one_stay(norm, shape):
     total = lambda x, scale: jnp.sum(jnp.sin(norm(x, scale)))
     assert norm(x, scale).shape == shape
     np.testing.assert_array_equal(norm(x, scale).reshape(-1, 8), norm(rows, scale))
-    for ours, alone in zip(jax.grad(total, (0, 1))(x, scale), jax.grad(total, (0, 1))(rows, scale), strict=True):
+    for ours, alone in zip(
+        jax.grad(total, (0, 1))(x, scale), jax.grad(total, (0, 1))(rows, scale), strict=True
+    ):
         np.testing.assert_allclose(ours.reshape(alone.shape), alone, **FLOAT32)

@@ -26,7 +26,8 @@ from jaxformer.ops.positions import (
 
 
 def angle_error(largest):
-    """Frequency and product are float32: the angle is off by two relative roundings of 2^-24, sine and cosine by as much."""
+    """Frequency and product are float32: the angle is off by two relative roundings of 2^-24, sine
+    and cosine by as much."""
     return 2.1 * 2.0**-24 * largest + 2e-7
 
 
@@ -48,10 +49,14 @@ def test_sinusoids_by_definition(layout, spacing):
     positions = np.array([[0, 1, 2, 511], [-7, 1000, 131_071, 10_000_000]])
     ours = sinusoidal(jnp.asarray(positions), 16, layout, spacing)
     assert ours.dtype == jnp.float32
-    for row, p in zip(ours, positions, strict=True):  # angles up to pi, sines and cosines are rounded once each
+    for row, p in zip(
+        ours, positions, strict=True
+    ):  # angles up to pi, sines and cosines are rounded once each
         np.testing.assert_allclose(row, table(p, 16, layout, spacing), rtol=0, atol=4e-7)
     other_base = sinusoidal(jnp.asarray(positions[:1]), 6, layout, spacing, base=100.0)[0]
-    np.testing.assert_allclose(other_base, table(positions[0], 6, layout, spacing, 100.0), rtol=0, atol=4e-7)
+    np.testing.assert_allclose(
+        other_base, table(positions[0], 6, layout, spacing, 100.0), rtol=0, atol=4e-7
+    )
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
@@ -59,12 +64,17 @@ def test_an_odd_width_has_one_sine_more(layout):
     """As Marian's table: sines of exponents 0, 2, 4 of 5, cosines of 0, 2."""
     angle = lambda e: 7 / 10_000 ** (e / 5)
     sines, cosines = [math.sin(angle(e)) for e in (0, 2, 4)], [math.cos(angle(e)) for e in (0, 2)]
-    want = [*sines, *cosines] if layout == "half" else [sines[0], cosines[0], sines[1], cosines[1], sines[2]]
+    want = (
+        [*sines, *cosines]
+        if layout == "half"
+        else [sines[0], cosines[0], sines[1], cosines[1], sines[2]]
+    )
     np.testing.assert_allclose(sinusoidal(jnp.array([[7]]), 5, layout)[0, 0], want, atol=4e-7)
 
 
 def test_the_three_published_tables():
-    """Row 1 of width 4: the paper interleaves; Marian puts sines first; tensor2tensor also ends at 1/10000 exactly."""
+    """Row 1 of width 4: the paper interleaves; Marian puts sines first; tensor2tensor also ends at
+    1/10000 exactly."""
     s, c = math.sin, math.cos
     one = jnp.array([[1]])
     rows = {
@@ -73,7 +83,9 @@ def test_the_three_published_tables():
         ("half", "tensor2tensor"): [s(1), s(1e-4), c(1), c(1e-4)],
     }
     for (layout, spacing), row in rows.items():
-        np.testing.assert_allclose(sinusoidal(one, 4, layout, spacing)[0, 0], row, rtol=1e-6)  # float32 sine and cosine
+        np.testing.assert_allclose(
+            sinusoidal(one, 4, layout, spacing)[0, 0], row, rtol=1e-6
+        )  # float32 sine and cosine
 
 
 @settings(deadline=None, max_examples=10)
@@ -86,7 +98,10 @@ def test_a_shift_is_a_rotation_that_does_not_depend_on_position(p, shift):
         turn = shift * 10_000.0 ** (-2 * i / width)
         rotation = np.array([[math.cos(turn), math.sin(turn)], [-math.sin(turn), math.cos(turn)]])
         np.testing.assert_allclose(
-            later[2 * i : 2 * i + 2], rotation @ now[2 * i : 2 * i + 2], rtol=0, atol=3 * angle_error(1000)
+            later[2 * i : 2 * i + 2],
+            rotation @ now[2 * i : 2 * i + 2],
+            rtol=0,
+            atol=3 * angle_error(1000),
         )
 
 
@@ -94,8 +109,12 @@ def test_learned_positions_are_rows_and_beyond_the_table_nan():
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(5, 3))
     positions = np.array([[0, 4, 2], [3, 3, 1]])
-    np.testing.assert_array_equal(learned(jnp.asarray(positions), jnp.asarray(rows)), np.float32(rows)[positions])
-    outside = np.asarray(learned(jnp.array([[-1, 0, 5, 1000]]), jnp.asarray(rows, jnp.bfloat16)))[0].astype(np.float32)
+    np.testing.assert_array_equal(
+        learned(jnp.asarray(positions), jnp.asarray(rows)), np.float32(rows)[positions]
+    )
+    outside = np.asarray(learned(jnp.array([[-1, 0, 5, 1000]]), jnp.asarray(rows, jnp.bfloat16)))[
+        0
+    ].astype(np.float32)
     np.testing.assert_array_equal(np.isnan(outside).all(-1), [True, False, True, True])
     gradient = jax.grad(lambda t: learned(jnp.asarray(positions), t).sum())(jnp.asarray(rows))
     np.testing.assert_array_equal(gradient[:, 0], np.bincount(positions.ravel(), minlength=5))
@@ -107,7 +126,9 @@ def rotated(x, positions, inverse, layout, sharpen=1.0):
     half = len(inverse)
     for i, frequency in enumerate(inverse):
         a, b = (i, i + half) if layout == "half" else (2 * i, 2 * i + 1)
-        turned = (out[..., a] + 1j * out[..., b]) * (sharpen * np.exp(1j * positions * frequency))[..., None]
+        turned = (out[..., a] + 1j * out[..., b]) * (sharpen * np.exp(1j * positions * frequency))[
+            ..., None
+        ]
         out[..., a], out[..., b] = turned.real, turned.imag
     return out
 
@@ -118,12 +139,16 @@ def test_rope_by_definition(layout, fraction):
     rng = np.random.default_rng(0)
     x, positions = rng.normal(size=(2, 5, 3, 16)), rng.integers(0, 1000, (2, 5))
     config = Rope(theta=500.0, fraction=fraction, layout=layout)
-    ours = jax.jit(rope, static_argnums=2)(jnp.asarray(x, jnp.float32), jnp.asarray(positions), config)
+    ours = jax.jit(rope, static_argnums=2)(
+        jnp.asarray(x, jnp.float32), jnp.asarray(positions), config
+    )
     r = int(16 * fraction)
     inverse = [500.0 ** (-2 * i / r) for i in range(r // 2)]
     expected = rotated(x, positions, inverse, layout)
     np.testing.assert_allclose(ours, expected, rtol=0, atol=np.abs(x).max() * 2 * angle_error(1000))
-    np.testing.assert_array_equal(ours[..., r:], np.float32(x)[..., r:])  # the rest passes untouched
+    np.testing.assert_array_equal(
+        ours[..., r:], np.float32(x)[..., r:]
+    )  # the rest passes untouched
     # a rotation keeps norms; three float32 roundings an entry
     np.testing.assert_allclose(np.linalg.norm(ours, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
 
@@ -135,7 +160,9 @@ def test_rope_in_float64():
         ours = rope(jnp.asarray(x), jnp.asarray(positions))
         assert ours.dtype == jnp.float64
         # relative error 2^-53 in an angle of 1e5 is 1e-11
-        np.testing.assert_allclose(ours, rotated(x, positions, 10_000.0 ** -(np.arange(4) / 4), "half"), atol=1e-10)
+        np.testing.assert_allclose(
+            ours, rotated(x, positions, 10_000.0 ** -(np.arange(4) / 4), "half"), atol=1e-10
+        )
 
 
 turn = jax.jit(rope, static_argnums=2)
@@ -154,7 +181,9 @@ def test_rope_scores_depend_on_distance_alone(seed, shift, layout, fraction, sca
     query, key = (jnp.asarray(rng.normal(size=(1, 4, 1, 16)), jnp.float32) for _ in range(2))
     i, j = (jnp.asarray(rng.integers(50, 500, (1, 4))) for _ in range(2))
     config = Rope(layout=layout, fraction=fraction, scaling=scaling)
-    score = lambda s: np.einsum("btnh,bsnh->bts", *(np.float64(turn(x, p + s, config)) for x, p in ((query, i), (key, j))))
+    score = lambda s: np.einsum(
+        "btnh,bsnh->bts", *(np.float64(turn(x, p + s, config)) for x, p in ((query, i), (key, j)))
+    )
     # sixteen products of order one, angles of at most 1000
     np.testing.assert_allclose(score(shift), score(0), rtol=0, atol=100 * angle_error(1000))
 
@@ -162,19 +191,29 @@ def test_rope_scores_depend_on_distance_alone(seed, shift, layout, fraction, sca
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 2**31), st.sampled_from([1.0, 0.5]), st.sampled_from([None, YaRN(4.0, 64)]))
 def test_layouts_are_one_another_permuted(seed, fraction, scaling):
-    """Interleaved features (2i, 2i + 1) are half features (i, i + r/2): converting checkpoints is this permutation."""
+    """Interleaved features (2i, 2i + 1) are half features (i, i + r/2): converting checkpoints is
+    this permutation."""
     rng = np.random.default_rng(seed)
-    x, positions = jnp.asarray(rng.normal(size=(2, 3, 2, 8)), jnp.float32), jnp.asarray(rng.integers(0, 100, (2, 3)))
+    x, positions = (
+        jnp.asarray(rng.normal(size=(2, 3, 2, 8)), jnp.float32),
+        jnp.asarray(rng.integers(0, 100, (2, 3))),
+    )
     r = int(8 * fraction)
     to_half = np.concatenate([np.arange(0, r, 2), np.arange(1, r, 2), np.arange(r, 8)])
-    half, interleaved = (Rope(fraction=fraction, layout=layout, scaling=scaling) for layout in ("half", "interleaved"))
+    half, interleaved = (
+        Rope(fraction=fraction, layout=layout, scaling=scaling)
+        for layout in ("half", "interleaved")
+    )
     ours = np.asarray(turn(x, positions, interleaved))[..., to_half]
     # the same products and sums; the compiler may contract one of them into a fused multiply-add
-    np.testing.assert_allclose(ours, turn(jnp.asarray(np.asarray(x)[..., to_half]), positions, half), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        ours, turn(jnp.asarray(np.asarray(x)[..., to_half]), positions, half), rtol=0, atol=1e-6
+    )
 
 
 def test_meta_rows_to_hugging_face_rows_give_the_same_scores():
-    """models.md 2.4: W.reshape(h, d/2, 2, D).transpose(0, 2, 1, 3) turns interleaved projections into half projections."""
+    """models.md 2.4: W.reshape(h, d/2, 2, D).transpose(0, 2, 1, 3) turns interleaved projections
+    into half projections."""
     rng = np.random.default_rng(0)
     N, H, D = 2, 8, 6
     x = rng.normal(size=(1, 5, D))
@@ -183,15 +222,20 @@ def test_meta_rows_to_hugging_face_rows_give_the_same_scores():
 
     def scores(weights, layout):
         q, k = (jnp.asarray((x @ w.T).reshape(1, 5, N, H), jnp.float32) for w in weights)
-        return np.einsum("btnh,bsnh->bnts", *(turn(y, jnp.arange(5)[None], Rope(layout=layout)) for y in (q, k)))
+        return np.einsum(
+            "btnh,bsnh->bnts", *(turn(y, jnp.arange(5)[None], Rope(layout=layout)) for y in (q, k))
+        )
 
     # scores of size ~50 in float32
-    np.testing.assert_allclose(scores(meta, "interleaved"), scores(hf, "half"), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        scores(meta, "interleaved"), scores(hf, "half"), rtol=1e-5, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_inputs_keep_float32_angles(dtype):
-    """At position 131,071 a bfloat16 angle would be off by hundreds of radians; the result may be off by one rounding."""
+    """At position 131,071 a bfloat16 angle would be off by hundreds of radians; the result may be
+    off by one rounding."""
     rng = np.random.default_rng(0)
     positions = np.array([[0, 1, 255, 257, 4097, 65_535, 100_003, 131_071]])
     x = jnp.asarray(rng.normal(size=(1, 8, 2, 8)), dtype)
@@ -199,7 +243,10 @@ def test_narrow_inputs_keep_float32_angles(dtype):
     assert ours.dtype == dtype
     expected = rotated(np.float64(x), positions, 10_000.0 ** -(np.arange(4) / 4), "half")
     roundoff = 2.0**-8 if dtype == jnp.bfloat16 else 2.0**-11
-    bound = roundoff * np.abs(expected) + 3 * angle_error(positions)[..., None, None] * np.abs(np.float64(x)).max()
+    bound = (
+        roundoff * np.abs(expected)
+        + 3 * angle_error(positions)[..., None, None] * np.abs(np.float64(x)).max()
+    )
     assert (np.abs(np.float64(ours) - expected) <= bound).all()
 
 
@@ -212,8 +259,12 @@ LONG = tuple(np.linspace(2.0, 9.0, 16).tolist())
 
 
 def yarn(factor, original, fast=32.0, slow=1.0, truncate=True):
-    """Peng et al. 2023, section 3.2, pair by pair: ramp over the pair index, ends where a pair turns fast or slow times."""
-    ends = [32 / 2 * math.log(original / (2 * math.pi * turns)) / math.log(THETA) for turns in (fast, slow)]
+    """Peng et al. 2023, section 3.2, pair by pair: ramp over the pair index, ends where a pair
+    turns fast or slow times."""
+    ends = [
+        32 / 2 * math.log(original / (2 * math.pi * turns)) / math.log(THETA)
+        for turns in (fast, slow)
+    ]
     first, last = (math.floor(ends[0]), math.ceil(ends[1])) if truncate else ends
     first, last = max(first, 0), min(last, 31)
     out = []
@@ -251,7 +302,11 @@ SCALINGS = [
     (Llama3(32.0, 8192, 0.5, 8.0), llama3(32.0, 8192, 0.5, 8.0), 1.0),
     (YaRN(4.0, OLD), yarn(4.0, OLD), 0.1 * math.log(4.0) + 1),
     (YaRN(16.0, 4096), yarn(16.0, 4096), 0.1 * math.log(16.0) + 1),
-    (YaRN(4.0, 4096, 64.0, 2.0, truncate=False), yarn(4.0, 4096, 64.0, 2.0, False), 0.1 * math.log(4.0) + 1),
+    (
+        YaRN(4.0, 4096, 64.0, 2.0, truncate=False),
+        yarn(4.0, 4096, 64.0, 2.0, False),
+        0.1 * math.log(4.0) + 1,
+    ),
     (
         YaRN(4.0, 3),
         PLAIN,
@@ -271,23 +326,32 @@ def test_scaling_formulas(scaling, expected, sharpen):
     np.testing.assert_allclose(inverse, expected, rtol=1e-13)  # float64 powers
     assert factor == pytest.approx(sharpen, rel=1e-15)
     partial, _ = rope_frequencies(64, Rope(theta=THETA, fraction=0.5, scaling=scaling))
-    np.testing.assert_array_equal(partial, inverse)  # exponents count rotated features, not the head
+    np.testing.assert_array_equal(
+        partial, inverse
+    )  # exponents count rotated features, not the head
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("length", [3, OLD, OLD + 1, 1000])
 def test_scalings_that_read_the_positions_of_the_call(length, fraction):
-    """transformers: a = factor n / L - (factor - 1) of a dynamic base, or the long factors, where n = max(position) + 1 > L.
+    """transformers: a = factor n / L - (factor - 1) of a dynamic base, or the long factors, where n
+    = max(position) + 1 > L.
 
     Of each row its own n: a row beside a longer one is turned as it is alone.
     """
     positions, width = jnp.array([[0, 1, 2], [0, 1, length - 1]]), int(32 / fraction)
     growth = [4.0 * max(n, OLD) / OLD - 3.0 for n in (3, length)]
     factors = [LONG if n > OLD else SHORT for n in (3, length)]
-    find = jax.jit(lambda p, s: rope_frequencies(width, Rope(THETA, fraction, scaling=s), p)[0], static_argnums=1)
+    find = jax.jit(
+        lambda p, s: rope_frequencies(width, Rope(THETA, fraction, scaling=s), p)[0],
+        static_argnums=1,
+    )
     for scaling, expected in (
         (NTK(4.0, OLD), [rebased(THETA * each ** (32 / 30)) for each in growth]),
-        (LongRoPE(SHORT, LONG, OLD, 1.2), [[f / by for f, by in zip(PLAIN, each, strict=True)] for each in factors]),
+        (
+            LongRoPE(SHORT, LONG, OLD, 1.2),
+            [[f / by for f, by in zip(PLAIN, each, strict=True)] for each in factors],
+        ),
     ):
         found = find(positions, scaling)
         for token in range(3):
@@ -296,17 +360,29 @@ def test_scalings_that_read_the_positions_of_the_call(length, fraction):
         ours = turn(x, positions, Rope(THETA, fraction, scaling=scaling))
         sharpen = getattr(scaling, "attention_factor", 1.0)
         for row in range(2):
-            wanted = rotated(x[row : row + 1], np.asarray(positions)[row : row + 1], expected[row], "half", sharpen)
-            np.testing.assert_allclose(ours[row : row + 1], wanted, rtol=0, atol=10 * angle_error(1000))
+            wanted = rotated(
+                x[row : row + 1],
+                np.asarray(positions)[row : row + 1],
+                expected[row],
+                "half",
+                sharpen,
+            )
+            np.testing.assert_allclose(
+                ours[row : row + 1], wanted, rtol=0, atol=10 * angle_error(1000)
+            )
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("scaling", [NTK(4.0, 4), LongRoPE(SHORT, LONG, 4)], ids=["ntk", "longrope"])
+@pytest.mark.parametrize(
+    "scaling", [NTK(4.0, 4), LongRoPE(SHORT, LONG, 4)], ids=["ntk", "longrope"]
+)
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000))
 def test_a_packed_segment_is_turned_as_it_is_alone(scaling, seed):
     rng = np.random.default_rng(seed)
-    ids = np.repeat(rng.integers(0, 4, 12), rng.integers(1, 8, 12))[None, :20]  # 0: padding, which counts nowhere
+    ids = np.repeat(rng.integers(0, 4, 12), rng.integers(1, 8, 12))[
+        None, :20
+    ]  # 0: padding, which counts nowhere
     ids = np.pad(ids, ((0, 0), (0, 20 - ids.shape[1])))
     x = jnp.asarray(rng.normal(size=(1, 20, 1, 32)), jnp.float32)
     found = turn(x, within_segments(jnp.asarray(ids)), Rope(scaling=scaling))
@@ -317,12 +393,15 @@ def test_a_packed_segment_is_turned_as_it_is_alone(scaling, seed):
 
 
 def test_yarn_sharpens_the_scores():
-    """cos and sin carry sqrt of the temperature: a score at distance 0 grows by (0.1 ln s + 1)^2."""
+    """cos and sin carry sqrt of the temperature: a score at distance 0 grows by (0.1 ln s +
+    1)^2."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(1, 3, 1, 32)), jnp.float32)
     ours = np.float64(turn(x, jnp.array([[0, 5, 90]]), Rope(scaling=YaRN(4.0, OLD))))
     growth = (0.1 * math.log(4.0) + 1) ** 2
-    np.testing.assert_allclose((ours**2).sum(-1), growth * (np.float64(x) ** 2).sum(-1), rtol=1e-6)  # float32 rotation
+    np.testing.assert_allclose(
+        (ours**2).sum(-1), growth * (np.float64(x) ** 2).sum(-1), rtol=1e-6
+    )  # float32 rotation
     expected = rotated(x, np.array([[0, 5, 90]]), yarn(4.0, OLD), "half", math.sqrt(growth))
     np.testing.assert_allclose(ours, expected, rtol=0, atol=5 * angle_error(90))
 

@@ -1,4 +1,5 @@
-"""Whole forward passes of torch and transformers rebuilt from our functions, and what other attentions take for granted."""
+"""Whole forward passes of torch and transformers rebuilt from our functions, and what other
+attentions take for granted."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,17 @@ from jaxformer.ops.feedforward import ACTIVATIONS, mlp
 from jaxformer.ops.norms import layer_norm
 from tests.witnesses import gpt_neo, load, torch_transformer
 
-# float64 through up to four layers, all of order one: 1e-11 leaves five digits for the order of summation.
+# float64 through up to four layers, all of order one: 1e-11 leaves five digits for the order of
+# summation.
 FLOAT64 = dict(rtol=1e-11, atol=1e-11)
 
 
 def weights_of(arrays):
-    return {name.removeprefix("weights/"): jnp.asarray(x, jnp.float64) for name, x in arrays.items() if "weights/" in name}
+    return {
+        name.removeprefix("weights/"): jnp.asarray(x, jnp.float64)
+        for name, x in arrays.items()
+        if "weights/" in name
+    }
 
 
 def linear(x, weight, bias=None):
@@ -30,13 +36,18 @@ def heads(x, N):
 
 
 def torch_forward(source, target, shown, w, first):
-    """nn.Transformer with ReLU; True in `shown` is a source token that may be seen, where torch's masks say the opposite."""
+    """nn.Transformer with ReLU; True in `shown` is a source token that may be seen, where torch's
+    masks say the opposite."""
     m = torch_transformer
     norm = lambda x, name: layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], m.EPS)
 
     def attend(x, memory, name, mask):
-        projections = zip(*(jnp.split(w[f"{name}.in_proj_{kind}"], 3) for kind in ("weight", "bias")), strict=True)
-        q, k, v = (heads(linear(y, *p), m.N) for y, p in zip((x, memory, memory), projections, strict=True))
+        projections = zip(
+            *(jnp.split(w[f"{name}.in_proj_{kind}"], 3) for kind in ("weight", "bias")), strict=True
+        )
+        q, k, v = (
+            heads(linear(y, *p), m.N) for y, p in zip((x, memory, memory), projections, strict=True)
+        )
         out = attention(q, k, v, mask=mask).reshape(x.shape)
         return linear(out, w[f"{name}.out_proj.weight"], w[f"{name}.out_proj.bias"])
 
@@ -49,13 +60,21 @@ def torch_forward(source, target, shown, w, first):
 
     for i in range(m.LAYERS):
         p = f"encoder.layers.{i}"
-        source = residual(source, lambda x, p=p: attend(x, x, f"{p}.self_attn", shown), f"{p}.norm1")
+        source = residual(
+            source, lambda x, p=p: attend(x, x, f"{p}.self_attn", shown), f"{p}.norm1"
+        )
         source = residual(source, lambda x, p=p: feed(x, p), f"{p}.norm2")
-    source = norm(source, "encoder.norm")  # torch has it after post-norm layers too; the paper does not
+    source = norm(
+        source, "encoder.norm"
+    )  # torch has it after post-norm layers too; the paper does not
     for i in range(m.LAYERS):
         p = f"decoder.layers.{i}"
-        target = residual(target, lambda x, p=p: attend(x, x, f"{p}.self_attn", masks.causal()), f"{p}.norm1")
-        target = residual(target, lambda x, p=p: attend(x, source, f"{p}.multihead_attn", shown), f"{p}.norm2")
+        target = residual(
+            target, lambda x, p=p: attend(x, x, f"{p}.self_attn", masks.causal()), f"{p}.norm1"
+        )
+        target = residual(
+            target, lambda x, p=p: attend(x, source, f"{p}.multihead_attn", shown), f"{p}.norm2"
+        )
         target = residual(target, lambda x, p=p: feed(x, p), f"{p}.norm3")
     return norm(target, "decoder.norm")
 
@@ -76,10 +95,13 @@ def test_torch_transformer(order):
 
 
 def test_torch_scaled_dot_product_attention():
-    """Its heads are grouped like ours, rows that see nothing are zeros like ours, its is_causal starts at the top left."""
+    """Its heads are grouped like ours, rows that see nothing are zeros like ours, its is_causal
+    starts at the top left."""
     with jax.enable_x64(True):
         w = load("torch_transformer")
-        hidden = jnp.where(jnp.arange(3)[None, None, :, None] == 1, -jnp.inf, jnp.zeros((1, 1, 3, 5)))
+        hidden = jnp.where(
+            jnp.arange(3)[None, None, :, None] == 1, -jnp.inf, jnp.zeros((1, 1, 3, 5))
+        )
 
         @jax.jit
         def run(*arrays):
@@ -94,14 +116,19 @@ def test_torch_scaled_dot_product_attention():
         for name in ("grouped", "is_causal", "nothing_seen"):
             np.testing.assert_allclose(ours[name], w[name], err_msg=name, **FLOAT64)
         assert (w["nothing_seen"][:, 1] == 0).all()
-        assert np.abs(ours["bottom right"] - w["is_causal"]).max() > 1e-2  # ours without at(0), which decoding needs
+        assert (
+            np.abs(ours["bottom right"] - w["is_causal"]).max() > 1e-2
+        )  # ours without at(0), which decoding needs
 
 
 @pytest.mark.thorough
 def test_jax_dot_product_attention():
-    """jax.nn aligns top left and groups heads as torch does, its windows count both ends; a row that sees nothing leaks."""
+    """jax.nn aligns top left and groups heads as torch does, its windows count both ends; a row
+    that sees nothing leaks."""
     rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.normal(size=(1, n, h, 4)), jnp.float32) for n, h in ((3, 4), (5, 2), (5, 2)))
+    query, key, value = (
+        jnp.asarray(rng.normal(size=(1, n, h, 4)), jnp.float32) for n, h in ((3, 4), (5, 2), (5, 2))
+    )
     square = [jnp.asarray(rng.normal(size=(1, 7, 2, 4)), jnp.float32) for _ in range(3)]
     visible = jnp.asarray(np.arange(3)[:, None] != np.full(5, 1)[None])[None, None]
     theirs = jax.nn.dot_product_attention
@@ -130,7 +157,8 @@ def test_jax_dot_product_attention():
 
 
 def test_gpt_neo():
-    """Layers that see all earlier tokens and layers that see the last four, in turn; scores are not scaled."""
+    """Layers that see all earlier tokens and layers that see the last four, in turn; scores are not
+    scaled."""
     m = gpt_neo
     pattern = masks.causal(), masks.causal() & masks.window(m.WINDOW - 1)
     with jax.enable_x64(True):
@@ -154,5 +182,6 @@ def test_gpt_neo():
             return linear(norm(x, "ln_f"), w["wte.weight"])
 
         logits = run(arrays["tokens"], w)
-        # GPT-Neo computes its scores and softmax in float32, whatever its weights: 6e-8 a layer, of numbers up to four
+        # GPT-Neo computes its scores and softmax in float32, whatever its weights: 6e-8 a layer, of
+        # numbers up to four
         np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=1e-6)

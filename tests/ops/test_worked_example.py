@@ -1,7 +1,8 @@
-"""Three tokens in two dimensions, worked by hand, and the gradient identities of a layer against their closed forms.
+"""Three tokens in two dimensions, worked by hand, and the gradient identities of a layer against
+their closed forms.
 
-The numbers are those of the lecture "Mathematical foundations", section 7, corrected: the printed Q, K and V have one wrong
-entry each, which spoils what follows from them.
+The numbers are those of the lecture "Mathematical foundations", section 7, corrected: the printed
+Q, K and V have one wrong entry each, which spoils what follows from them.
 """
 
 import jax
@@ -11,7 +12,8 @@ import pytest
 
 from jaxformer import ops
 
-# The figures are given to six decimals (half a unit there is 5e-7) and float32 adds about 1e-7 to numbers below 2.
+# The figures are given to six decimals (half a unit there is 5e-7) and float32 adds about 1e-7 to
+# numbers below 2.
 SIX_DECIMALS = dict(rtol=0, atol=1e-6)
 
 Z = np.array([[1.0, 0.5], [2.0, 1.0], [0.5, 2.0]])
@@ -22,8 +24,16 @@ W_VALUE = np.array([[0.2, 0.5], [0.3, 0.1]])
 QUERY = [[0.6, 0.5], [1.2, 1.0], [0.65, 0.95]]
 KEY = [[0.5, 0.2], [1.0, 0.4], [0.95, 0.45]]
 VALUE = [[0.35, 0.55], [0.7, 1.1], [0.7, 0.45]]
-SCORES = [[0.282843, 0.565685, 0.562150], [0.565685, 1.131371, 1.124300], [0.364160, 0.728320, 0.738927]]
-WEIGHTS = [[0.274039, 0.363622, 0.362339], [0.221783, 0.390484, 0.387733], [0.256808, 0.369625, 0.373567]]
+SCORES = [
+    [0.282843, 0.565685, 0.562150],
+    [0.565685, 1.131371, 1.124300],
+    [0.364160, 0.728320, 0.738927],
+]
+WEIGHTS = [
+    [0.274039, 0.363622, 0.362339],
+    [0.221783, 0.390484, 0.387733],
+    [0.256808, 0.369625, 0.373567],
+]
 OUTPUT = [[0.604086, 0.713758], [0.622376, 0.725993], [0.610117, 0.715937]]
 
 
@@ -54,14 +64,20 @@ def test_the_three_token_example_in_float64():
 
 
 def softmax(scores):
-    """Softmax of one row, as users get it from attention: scores as a bias, nothing from query and key."""
+    """Softmax of one row, as users get it from attention: scores as a bias, nothing from query and
+    key."""
     zero = jnp.zeros((1, 1, 1, 1), scores.dtype)
     many = jnp.zeros((1, len(scores), 1, 1), scores.dtype)
-    return ops.attention(zero, many, many, bias=scores[None, None, None], return_weights=True)[1][0, 0, 0]
+    return ops.attention(zero, many, many, bias=scores[None, None, None], return_weights=True)[1][
+        0, 0, 0
+    ]
 
 
-# The identities are exact; float64 leaves its own rounding. In float32 the claim is 1e-6 for values of order one.
-PRECISIONS = pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float64, 1e-12), (jnp.float32, 1e-6)])
+# The identities are exact; float64 leaves its own rounding. In float32 the claim is 1e-6 for values
+# of order one.
+PRECISIONS = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(jnp.float64, 1e-12), (jnp.float32, 1e-6)]
+)
 
 
 @pytest.fixture
@@ -80,7 +96,11 @@ def test_softmax_jacobian(x64, dtype, tolerance):
     scores = np.random.default_rng(0).normal(size=7)
     a = np.exp(scores) / np.exp(scores).sum()
     close(jax.jit(softmax)(jnp.asarray(scores, dtype)), a, tolerance)
-    close(jax.jit(jax.jacobian(softmax))(jnp.asarray(scores, dtype)), np.diag(a) - np.outer(a, a), tolerance)
+    close(
+        jax.jit(jax.jacobian(softmax))(jnp.asarray(scores, dtype)),
+        np.diag(a) - np.outer(a, a),
+        tolerance,
+    )
 
 
 def layer_norm_jacobian(x, scale, eps):
@@ -112,7 +132,8 @@ def test_layer_norm_jacobian_and_its_vjp(x64, dtype, tolerance):
 
 @PRECISIONS
 def test_attention_gradients(x64, dtype, tolerance):
-    """dV = A^T dO; dS = A (dA - rowsum(dA A)), dA = dO V^T; dQ = dS K / sqrt(d); dK = dS^T Q / sqrt(d)."""
+    """dV = A^T dO; dS = A (dA - rowsum(dA A)), dA = dO V^T; dQ = dS K / sqrt(d); dK = dS^T Q /
+    sqrt(d)."""
     rng = np.random.default_rng(0)
     q, k, v = Z @ W_QUERY, Z @ W_KEY, Z @ W_VALUE
     dO = rng.normal(size=(3, 2))
@@ -120,7 +141,9 @@ def test_attention_gradients(x64, dtype, tolerance):
     A = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     dA = dO @ v.T
     delta = (dA * A).sum(-1, keepdims=True)
-    np.testing.assert_allclose(delta, (dO * (A @ v)).sum(-1, keepdims=True), rtol=1e-12)  # rowsum(dO O), the same number
+    np.testing.assert_allclose(
+        delta, (dO * (A @ v)).sum(-1, keepdims=True), rtol=1e-12
+    )  # rowsum(dO O), the same number
     dS = A * (dA - delta)
     expected = dS @ k / np.sqrt(2), dS.T @ q / np.sqrt(2), A.T @ dO, dS
 
@@ -136,7 +159,8 @@ def test_attention_gradients(x64, dtype, tolerance):
 @PRECISIONS
 @pytest.mark.parametrize("placement", ["none", "pre", "post"])
 def test_residual_jacobian(x64, placement, dtype, tolerance):
-    """x + f(x): dL/dx = dL/dy (I + J_f). Post-norm multiplies from the left by the Jacobian of the norm, pre-norm does not."""
+    """x + f(x): dL/dx = dL/dy (I + J_f). Post-norm multiplies from the left by the Jacobian of the
+    norm, pre-norm does not."""
     rng = np.random.default_rng(1)
     d, eps = 5, 1e-5
     x, scale, dy = rng.normal(size=(3, d))

@@ -1,4 +1,5 @@
-"""What each kind of parallelism sends in a forward and a backward pass, to the call: a sharding that is lost shows here."""
+"""What each kind of parallelism sends in a forward and a backward pass, to the call: a sharding
+that is lost shows here."""
 
 import importlib.util
 import json
@@ -22,8 +23,17 @@ from jaxformer.tools.planning.hlo import collectives
 
 L = 4
 CONFIG = ModelConfig(
-    64, L, 32, 4, 16, feedforward="swiglu", norm="rms_norm", positions=Sinusoidal(), use_bias=False, tie_embeddings=False
-)  # fmt: skip
+    64,
+    L,
+    32,
+    4,
+    16,
+    feedforward="swiglu",
+    norm="rms_norm",
+    positions=Sinusoidal(),
+    use_bias=False,
+    tie_embeddings=False,
+)
 NUMBERS = params.count(models.spec(CONFIG))
 KERNELS, NORMS = 7, 2  # of a layer
 
@@ -31,7 +41,9 @@ KERNELS, NORMS = 7, 2  # of a layer
 def loss(config, weights, tokens):
     head = heads.language_model(config)
     hidden = models.encode(config, weights, tokens).hidden
-    hidden, kernel, bias = heads.unembedding(config, head, weights["heads"][head.name], hidden, None)
+    hidden, kernel, bias = heads.unembedding(
+        config, head, weights["heads"][head.name], hidden, None
+    )
     sums = projected_cross_entropy(hidden, kernel, tokens, bias=bias)
     return sums.loss / sums.weight
 
@@ -41,9 +53,13 @@ def sent(config, **axes):
     mesh = make_mesh(Mesh(**{"data": 1} | axes), jax.devices()[: math.prod(axes.values())])
     places = shardings(models.spec(config), mesh)
     abstract = params.abstract(models.spec(config))
-    weights = jax.tree.map(lambda a, p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p), abstract, places)
+    weights = jax.tree.map(
+        lambda a, p: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=p), abstract, places
+    )
     tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((16, 16), jnp.int32, sharding=sharding.batch_sharding(mesh, {"tokens": tokens})["tokens"])
+    tokens = jax.ShapeDtypeStruct(
+        (16, 16), jnp.int32, sharding=sharding.batch_sharding(mesh, {"tokens": tokens})["tokens"]
+    )
     with jax.set_mesh(mesh):
         step = jax.jit(jax.value_and_grad(partial(loss, config)), out_shardings=(None, places))
         found = collectives(step.lower(weights, tokens).compile().as_text(), mesh)
@@ -52,34 +68,47 @@ def sent(config, **axes):
 
 @pytest.mark.thorough
 def test_data_sums_every_gradient_once():
-    assert sent(CONFIG, data=4) == {("all-reduce", ("data",)): (6, 4 * NUMBERS + 8)}  # and two sums of the loss
+    assert sent(CONFIG, data=4) == {
+        ("all-reduce", ("data",)): (6, 4 * NUMBERS + 8)
+    }  # and two sums of the loss
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("remat, again", [("none", KERNELS), pytest.param("full", KERNELS + NORMS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "remat, again",
+    [("none", KERNELS), pytest.param("full", KERNELS + NORMS, marks=pytest.mark.slow)],
+)
 def test_fsdp_gathers_each_weight_once_a_pass_and_scatters_each_gradient_once(remat, again):
     found, V, D, tokens = sent(replace(CONFIG, remat=remat), fsdp=4), 64, 32, 16 * 16
     outside = 2 + 2  # tokens and head; the last norm's scale, which both passes need
     assert found.pop(("all-gather", ("fsdp",)))[0] == L * (KERNELS + NORMS + again) + outside
     norms = (L * NORMS + 1) * D
-    scattered = 4 * (NUMBERS - V * D - norms) // 4  # all but the embedding's table, whose columns are looked up
+    scattered = (
+        4 * (NUMBERS - V * D - norms) // 4
+    )  # all but the embedding's table, whose columns are looked up
     assert found.pop(("reduce-scatter", ("fsdp",))) == (L * KERNELS + 1, scattered)
     assert found.pop(("all-to-all", ("fsdp",))) == (2, 2 * 4 * tokens // 4 * D)
     assert found.pop(("all-reduce", ("fsdp",)))[1] == 4 * norms + 8
     assert not found
 
 
-@pytest.mark.parametrize("remat, again", [("none", 0), pytest.param("full", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "remat, again", [("none", 0), pytest.param("full", 1, marks=pytest.mark.slow)]
+)
 def test_tensor_sums_twice_a_block_and_pass(remat, again):
-    """After attention and after the feed-forward; in the backward pass of what goes into them. Nothing else, but for the
-    embedding, and the loss: a maximum, a sum, and the label's logit with the gradient of hidden. No logits travel."""
+    """After attention and after the feed-forward; in the backward pass of what goes into them.
+    Nothing else, but for the embedding, and the loss: a maximum, a sum, and the label's logit with
+    the gradient of hidden. No logits travel."""
     found = sent(replace(CONFIG, remat=remat), tensor=4)
-    assert {key: count for key, (count, _) in found.items()} == {("all-reduce", ("tensor",)): L * (2 + 2 + again) + 1 + 3}
+    assert {key: count for key, (count, _) in found.items()} == {
+        ("all-reduce", ("tensor",)): L * (2 + 2 + again) + 1 + 3
+    }
 
 
 @pytest.mark.thorough
 def test_a_ring_of_four_turns_three_times():
-    """Keys and values as one; on the way back they turn again, their gradients with them, which go home at the end."""
+    """Keys and values as one; on the way back they turn again, their gradients with them, which go
+    home at the end."""
     found = sent(replace(CONFIG, masks=(masks.full(),)), context=4)
     assert found.pop(("collective-permute", ("context",)))[0] == L * (3 + 3 + 3 + 1)
     assert found == {("all-reduce", ("context",)): (6, 4 * NUMBERS + 8)}
@@ -90,7 +119,9 @@ def test_stages_hand_on_once_a_tick():
     found = sent(replace(CONFIG, stack=Pipeline()), stage=4)
     ticks, entering = 4 + 3, 3
     assert found.pop(("collective-permute", ("stage",)))[0] == 2 * (ticks + 2 * entering)
-    outside = 2 * 64 * 32 + 32  # embedding, head and last norm, of which every stage has a part of the batch
+    outside = (
+        2 * 64 * 32 + 32
+    )  # embedding, head and last norm, of which every stage has a part of the batch
     assert found == {("all-reduce", ("stage",)): (2, 4 * outside + 8)}
 
 
@@ -98,11 +129,21 @@ COMPILED = """
 import json, sys
 from dataclasses import replace
 from jaxformer.tools.planning import topology
+
 topology.prepare()
 from jaxformer.tools.planning import plan
 from jaxformer.models import presets
 from jaxformer.parallel import Mesh
-model = replace(presets.llama_7b, num_layers=4, d_model=512, num_heads=4, d_ff=1024, vocab_size=1024, context_length=256)
+
+model = replace(
+    presets.llama_7b,
+    num_layers=4,
+    d_model=512,
+    num_heads=4,
+    d_ff=1024,
+    vocab_size=1024,
+    context_length=256,
+)
 experiment = replace(plan.of_preset("small", model), batch_size=16)
 for axes in json.loads(sys.argv[1]):
     sized = replace(experiment, mesh=Mesh(**{"data": 1} | axes))
@@ -112,11 +153,16 @@ for axes in json.loads(sys.argv[1]):
 
 
 @pytest.mark.aot
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install 'jaxformer[tpu]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs pip install 'jaxformer[tpu]'"
+)
 def test_tpu_programs_scatter_what_they_sum():
-    """The real step, to the byte: every kernel's gradient is scattered as it is summed, weights travel in bfloat16."""
+    """The real step, to the byte: every kernel's gradient is scattered as it is summed, weights
+    travel in bfloat16."""
     meshes = [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}]
-    run = subprocess.run([sys.executable, "-c", COMPILED, json.dumps(meshes)], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED, json.dumps(meshes)], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
     kernels, table = (
         4 * (4 * 512**2 + 3 * 512 * 1024),
@@ -134,4 +180,7 @@ def test_tpu_programs_scatter_what_they_sum():
         assert gathered <= found["all-gather", ("fsdp",)] <= gathered + little
         if "data" in mesh:
             # the embedding's gradient is that of whole columns
-            assert found["all-reduce", ("data",)] == found["reduce-scatter", ("fsdp",)] + 4 * table / mesh["fsdp"]
+            assert (
+                found["all-reduce", ("data",)]
+                == found["reduce-scatter", ("fsdp",)] + 4 * table / mesh["fsdp"]
+            )

@@ -1,4 +1,5 @@
-"""Single functions under Explicit axes: values and gradients of one device, results split as their arguments are."""
+"""Single functions under Explicit axes: values and gradients of one device, results split as their
+arguments are."""
 
 from functools import partial
 
@@ -32,7 +33,9 @@ CAUSAL = masks.causal()
 
 
 def attention(implementation, mask=CAUSAL):
-    return lambda query, key, value: ops.attention(query, key, value, mask=mask, implementation=implementation)
+    return lambda query, key, value: ops.attention(
+        query, key, value, mask=mask, implementation=implementation
+    )
 
 
 FUNCTIONS = {
@@ -44,13 +47,22 @@ FUNCTIONS = {
     "mlp": (lambda x, up, down: ops.mlp(x, up, down, jax.nn.gelu), ROWS),
     "glu": (lambda x, gate, up, down: ops.glu(x, gate, up, down, jax.nn.silu), ROWS),
     "rope": (lambda query: ops.rope(query, jnp.arange(16)[None], Rope()), HEADS),
-    "einsum in bfloat16": (lambda x, up: ops.einsum("btd,df->btf", x.astype(jnp.bfloat16), up), HEADS),
-    "cross_entropy": (lambda x: ops.cross_entropy(x, LABELS).loss, P()),
-    "projected_cross_entropy": (lambda x, head: ops.projected_cross_entropy(x, head, LABELS).loss, P()),
-    "mixture": (
-        lambda x, router, experts, back: ops.mixture(x, router, None, experts, back, jax.nn.silu, top_k=2)[0], ROWS
+    "einsum in bfloat16": (
+        lambda x, up: ops.einsum("btd,df->btf", x.astype(jnp.bfloat16), up),
+        HEADS,
     ),
-}  # fmt: skip
+    "cross_entropy": (lambda x: ops.cross_entropy(x, LABELS).loss, P()),
+    "projected_cross_entropy": (
+        lambda x, head: ops.projected_cross_entropy(x, head, LABELS).loss,
+        P(),
+    ),
+    "mixture": (
+        lambda x, router, experts, back: ops.mixture(
+            x, router, None, experts, back, jax.nn.silu, top_k=2
+        )[0],
+        ROWS,
+    ),
+}
 
 
 @pytest.mark.thorough_after(1)
@@ -60,15 +72,22 @@ def test_a_function_alone_is_valid_under_explicit_axes(name):
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     keys = jax.random.split(jax.random.key(0), len(names))
     whole = [jax.random.normal(key, SHAPES[name][0]) for key, name in zip(keys, names, strict=True)]
-    together = lambda *arrays: (lambda out: (jnp.mean(jnp.square(out.astype(jnp.float32))), out))(function(*arrays))
+    together = lambda *arrays: (lambda out: (jnp.mean(jnp.square(out.astype(jnp.float32))), out))(
+        function(*arrays)
+    )
     step = jax.jit(jax.value_and_grad(together, argnums=tuple(range(len(names))), has_aux=True))
     one = jax.device_get(step(*whole))
     mesh = make_mesh(Mesh(data=2, context=2, tensor=2, explicit=True))
     with jax.set_mesh(mesh):
-        split = [jax.device_put(a, NamedSharding(mesh, SHAPES[name][1])) for a, name in zip(whole, names, strict=True)]
+        split = [
+            jax.device_put(a, NamedSharding(mesh, SHAPES[name][1]))
+            for a, name in zip(whole, names, strict=True)
+        ]
         many = block_if_simulated(step(*split))
     assert many[0][1].sharding.is_equivalent_to(NamedSharding(mesh, expected), many[0][1].ndim)
-    tolerance = 2e-2 if "bfloat16" in name else 1e-5  # 8 bits of mantissa; float32 sums in another order
+    tolerance = (
+        2e-2 if "bfloat16" in name else 1e-5
+    )  # 8 bits of mantissa; float32 sums in another order
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, np.abs(b).max()))
@@ -86,6 +105,10 @@ def test_a_mesh_may_be_somebody_elses(kind):
     with jax.set_mesh(mesh):
         split = jax.device_put(tokens, NamedSharding(mesh, P("mine")))
         many = block_if_simulated(
-            jax.jit(partial(models.apply, config))(jax.device_put(weights, NamedSharding(mesh, P())), split)
+            jax.jit(partial(models.apply, config))(
+                jax.device_put(weights, NamedSharding(mesh, P())), split
+            )
         )
-    np.testing.assert_allclose(many.logits, one, rtol=1e-5, atol=1e-5)  # float32 sums in another order
+    np.testing.assert_allclose(
+        many.logits, one, rtol=1e-5, atol=1e-5
+    )  # float32 sums in another order

@@ -10,7 +10,9 @@ NAMES = [f"process {index} (pid {100 + index} on host)" for index in range(3)]
 
 
 def come(hub, index, key="1", value=None, what="the restore", members=(0, 1, 2), limit=10.0):
-    return hub.receive(index, {"call": key, "what": what, "value": value, "members": list(members), "limit": limit})
+    return hub.receive(
+        index, {"call": key, "what": what, "value": value, "members": list(members), "limit": limit}
+    )
 
 
 def test_an_exchange_is_answered_once_all_have_come():
@@ -36,7 +38,10 @@ def test_who_keeps_the_others_waiting_is_named_with_what_they_wait_for():
     come(hub, 2)
     hub.receive(1, {"place": "step 12 (save)", "moves": 1})
     assert hub.late(6.0) is None
-    assert hub.late(6.0) == f"{NAMES[1]} did not come to the restore within 10 s (process 1 at step 12 (save))"
+    assert (
+        hub.late(6.0)
+        == f"{NAMES[1]} did not come to the restore within 10 s (process 1 at step 12 (save))"
+    )
 
 
 def test_a_process_that_goes_on_is_waited_for():
@@ -67,7 +72,10 @@ def test_processes_that_do_not_do_the_same_work_end():
     replies = come(hub, 2, what="the comparison of data")
     assert [to for to, _ in replies] == [0, 1, 2]
     assert replies[0][1]["end"] == 1
-    text = f"{NAMES[2]} came to the comparison of data, but {NAMES[0]} to the restore: they do not do the same work"
+    text = (
+        f"{NAMES[2]} came to the comparison of data, but {NAMES[0]} to the restore: they do not "
+        f"do the same work"
+    )
     assert replies[0][1]["text"] == text
 
 
@@ -77,22 +85,28 @@ def test_a_work_that_one_abandons_is_abandoned_by_all():
 
 
 def test_a_signal_stops_all_after_the_same_step():
-    """It is a step that none of them has passed: nobody begins another one before the step is known."""
+    """It is a step that none of them has passed: nobody begins another one before the step is
+    known."""
     hub = Hub(NAMES)
     assert hub.receive(1, {"stop": 15}) == [(index, {"count": True}) for index in range(3)]
     assert hub.receive(0, {"stop": 15}) == []  # SIGTERM to all at once
     assert hub.receive(0, {"counted": 7}) == [] and hub.receive(2, {"counted": 6}) == []
-    assert hub.receive(1, {"counted": 7}) == [(index, {"stop_after": 8, "signal": 15}) for index in range(3)]
+    assert hub.receive(1, {"counted": 7}) == [
+        (index, {"stop_after": 8, "signal": 15}) for index in range(3)
+    ]
 
 
-@pytest.mark.parametrize("message", [{}, {"call": 3}, {"stop": "x"}, {"place": 1}, {"abandon": "x", "text": 1}, {"odd": None}])
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"call": 3}, {"stop": "x"}, {"place": 1}, {"abandon": "x", "text": 1}, {"odd": None}],
+)
 def test_what_is_no_message_is_left_alone(message):
     hub = Hub(NAMES)
     assert hub.receive(1, message) == [] and not hub.calls
 
 
 def test_silence_is_counted_in_beats():
-    silence = Silence([0, 2], most=10)
+    silence = Silence([0, 2], limit=10)
     assert [silence.beat() for _ in range(10)] == [None] * 10
     silence.heard(0)
     assert silence.beat() == 2  # the 11th without a word

@@ -22,12 +22,15 @@ def test_messages_arrive_in_order(pair):
     here, there = pair
     for number in range(100):
         here.put(number=number, text="ä\n€")
-    assert [there.receive(1.0) for _ in range(100)] == [{"number": number, "text": "ä\n€"} for number in range(100)]
+    assert [there.receive(1.0) for _ in range(100)] == [
+        {"number": number, "text": "ä\n€"} for number in range(100)
+    ]
     assert there.receive(0.01) is None and there.open
 
 
 def test_half_a_message_holds_nobody_up(pair):
-    """The network is cut in the middle of a message: who waits for its rest would judge nothing any more."""
+    """The network is cut in the middle of a message: who waits for its rest would judge nothing any
+    more."""
     here, there = pair
     data = json.dumps({"values": list(range(1000))}).encode() + b"\n"
     here.socket.send(data[:500])
@@ -67,7 +70,14 @@ def test_what_arrived_before_the_end_is_read(pair):
 
 @pytest.mark.parametrize(
     "data",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95.\n", b"[1]\n", b"null\n", b"\xff\xfe\n", b"[" * 5000 + b"\n"],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x80\x04\x95.\n",
+        b"[1]\n",
+        b"null\n",
+        b"\xff\xfe\n",
+        b"[" * 5000 + b"\n",
+    ],
     ids=["http", "pickle", "a list", "null", "no text", "nested"],
 )
 def test_another_program_is_no_link(pair, data):

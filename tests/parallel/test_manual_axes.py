@@ -1,4 +1,5 @@
-"""Functions taken out into a researcher's own `jax.shard_map`: a device's part of x, with weights that are whole on all."""
+"""Functions taken out into a researcher's own `jax.shard_map`: a device's part of x, with weights
+that are whole on all."""
 
 from functools import partial
 
@@ -35,11 +36,18 @@ def test_gradients_of_whole_weights_are_summed_over_devices(name, dtype):
     f, shapes = FUNCTIONS[name]
     keys = jax.random.split(jax.random.key(0), len(shapes) + 2)
     shapes = [(8, 4, 16), (8, 4, 16), *shapes]
-    cotangent, *arrays = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
-    split = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), *[P()] * (len(arrays) - 1)), out_specs=P("data"))
+    cotangent, *arrays = (
+        jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
+    )
+    mesh = jax.make_mesh(
+        (4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    split = jax.shard_map(
+        f, mesh=mesh, in_specs=(P("data"), *[P()] * (len(arrays) - 1)), out_specs=P("data")
+    )
     gradients = lambda f: jax.jit(lambda: jax.vjp(f, *arrays)[1](cotangent))()
     for found, expected in zip(gradients(split), gradients(f), strict=True):
-        # two sums of 32 terms in another order, one inside the other; in bfloat16 each device's part is rounded to 8 bits
+        # two sums of 32 terms in another order, one inside the other; in bfloat16 each device's
+        # part is rounded to 8 bits
         error = jnp.max(jnp.abs(found.astype(jnp.float32) - expected.astype(jnp.float32)))
         assert error < (2**-18 if dtype == jnp.float32 else 2**-6) * jnp.max(jnp.abs(expected))

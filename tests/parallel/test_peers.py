@@ -11,6 +11,7 @@ import pytest
 from jaxformer.parallel import meeting, peers, processes
 from jaxformer.parallel.link import Link
 from jaxformer.parallel.peers import Abandoned, Peers
+from jaxformer.parallel.remote_errors import describe_error, rebuild_error
 from jaxformer.runs.manifest import CheckpointError, Damaged
 
 MADE: list[Peers] = []
@@ -54,7 +55,9 @@ def links(count, silence=1.0):
     names = [f"process {index} (pid {index} on host)" for index in range(count)]
     pairs = {index: [Link(end) for end in socket.socketpair()] for index in range(1, count)}
     hub = Peers(0, names, {index: pair[0] for index, pair in pairs.items()}, silence)
-    MADE.extend([hub, *(Peers(index, names, {0: pair[1]}, silence) for index, pair in pairs.items())])
+    MADE.extend(
+        [hub, *(Peers(index, names, {0: pair[1]}, silence) for index, pair in pairs.items())]
+    )
     return MADE[:]
 
 
@@ -68,7 +71,9 @@ def together(members, work):
         except Exception as error:
             found[place] = error
 
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(members))]
+    threads = [
+        threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(members))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -89,7 +94,9 @@ def leave(members):
 
 def test_values_are_exchanged_and_all_leave(ends):
     members = links(3)
-    assert together(members, lambda one: one.call("1", "a test", one.index * 10)) == [[0, 10, 20]] * 3
+    assert (
+        together(members, lambda one: one.call("1", "a test", one.index * 10)) == [[0, 10, 20]] * 3
+    )
     some = together(members[1:], lambda one: one.call("2", "a test", one.index, members=[1, 2]))
     assert some == [[1, 2]] * 2  # process 0 is none of them
     leave(members)
@@ -101,10 +108,15 @@ def test_values_are_exchanged_and_all_leave(ends):
 def test_who_does_not_come_is_named_on_all_sides(ends):
     members = links(3)
     for one in members[:2]:
-        threading.Thread(target=one.call, args=("1", "the save of step 60", None, None, 0.2), daemon=True).start()
+        threading.Thread(
+            target=one.call, args=("1", "the save of step 60", None, None, 0.2), daemon=True
+        ).start()
     until(lambda: len(ends) == 3)
     assert {code for code, _ in ends} == {peers.STUCK}
-    assert all("process 2 (pid 2 on host) did not come to the save of step 60 within 0.2 s" in text for _, text in ends)
+    assert all(
+        "process 2 (pid 2 on host) did not come to the save of step 60 within 0.2 s" in text
+        for _, text in ends
+    )
 
 
 def test_a_failure_of_one_reaches_those_who_wait_at_once(ends):
@@ -123,17 +135,24 @@ def test_a_failure_of_one_reaches_those_who_wait_at_once(ends):
         assert str(error) == "process 1 (pid 1 on host): No space left on device"
     with pytest.raises(Abandoned):
         members[2].call("7/later", "the save", work=7)
-    assert together(members, lambda one: one.call("8", "the next save", one.index, work=8)) == [[0, 1, 2]] * 3
+    assert (
+        together(members, lambda one: one.call("8", "the next save", one.index, work=8))
+        == [[0, 1, 2]] * 3
+    )
     leave(members)
 
 
 @pytest.mark.parametrize("deaf", [0, 1])
 def test_a_link_that_is_half_gone_is_gone(ends, deaf):
-    """One direction of the network is cut. The side that hears nothing ends, and its peer as well, by name."""
+    """One direction of the network is cut. The side that hears nothing ends, and its peer as well,
+    by name."""
     members = links(2, silence=0.5)
     members[deaf].links[1 - deaf].pull = lambda: None  # nothing arrives any more
     until(lambda: len(ends) == 2)
-    silent = f"process {1 - deaf} (pid {1 - deaf} on host) is silent for 0.5 s: it was stopped, or the network to it is cut"
+    silent = (
+        f"process {1 - deaf} (pid {1 - deaf} on host) is silent for 0.5 s: it was stopped, or "
+        f"the network to it is cut"
+    )
     assert sorted(ends) == [(peers.LOST, silent)] * 2
 
 
@@ -143,7 +162,9 @@ def test_a_cut_in_both_directions_ends_both_sides_and_names_the_other(ends):
         for link in one.links.values():
             link.pull = lambda: None
     until(lambda: len(ends) == 2)
-    assert {text.partition(" is silent")[0] for _, text in ends} == {f"process {i} (pid {i} on host)" for i in (0, 1)}
+    assert {text.partition(" is silent")[0] for _, text in ends} == {
+        f"process {i} (pid {i} on host)" for i in (0, 1)
+    }
 
 
 def test_a_dead_process_is_named(ends):
@@ -158,7 +179,10 @@ def test_a_service_that_does_not_answer_ends_the_run(ends):
     members = links(2, silence=0.5)
     members[1].watch_service(lambda: False)
     until(lambda: len(ends) == 2)
-    text = "process 1 (pid 1 on host): the connection to the coordination service of process 0 (pid 0 on host) is lost"
+    text = (
+        "process 1 (pid 1 on host): the connection to the coordination service of process 0 (pid "
+        "0 on host) is lost"
+    )
     assert ends == [(peers.LOST, text)] * 2
 
 
@@ -176,7 +200,9 @@ def test_all_stop_after_the_same_step(ends, done):
     for one, step in zip(members, done, strict=True):
         if step >= 0:
             assert one.after(step) == 0
-    os.write(members[2]._waker.fileno(), bytes([15]))  # what Python writes there when the signal comes
+    os.write(
+        members[2]._waker.fileno(), bytes([15])
+    )  # what Python writes there when the signal comes
     until(lambda: all(one._stop_after is not None for one in members))
 
     def train(one):
@@ -241,30 +267,41 @@ def test_a_process_with_other_numerics_is_refused_by_name():
         except Exception as error:
             found[index] = error
 
-    threads = [threading.Thread(target=meet, args=(i, {"jax_enable_x64": x}), daemon=True) for i, x in enumerate("FT")]
+    threads = [
+        threading.Thread(target=meet, args=(i, {"jax_enable_x64": x}), daemon=True)
+        for i, x in enumerate("FT")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
     assert [type(error).__name__ for error in found.values()] == ["ConfigError"] * 2
     assert str(found[0]) == str(found[1])
-    assert "process 1 (pid" in str(found[0]) and "jax_enable_x64 is T, in process 0 F" in str(found[0])
+    assert "process 1 (pid" in str(found[0]) and "jax_enable_x64 is T, in process 0 F" in str(
+        found[0]
+    )
 
 
 def test_what_changes_no_number_is_no_difference(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8 --xla_a=2")
+    monkeypatch.setenv(
+        "XLA_FLAGS",
+        "--xla_b=1 --xla_dump_to=/tmp/x --xla_force_host_platform_device_count=8 --xla_a=2",
+    )
     assert processes.numerics()["XLA_FLAGS"] == "--xla_a=2 --xla_b=1"
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        CheckpointError("no checkpoint fits"), Damaged("a leaf"), OSError(28, "No space left on device", "/x"), KeyError("a"),
+        CheckpointError("no checkpoint fits"),
+        Damaged("a leaf"),
+        OSError(28, "No space left on device", "/x"),
+        KeyError("a"),
         TimeoutError("late"),
     ],
-)  # fmt: skip
+)
 def test_an_error_crosses_as_json(error):
-    again = processes._rebuilt(processes._described(error))
+    again = rebuild_error(describe_error(error))
     assert type(again) is type(error) and str(again) == str(error)
     assert getattr(again, "errno", None) == getattr(error, "errno", None)
 
@@ -273,9 +310,16 @@ def test_no_class_but_ours_and_pythons_is_made_from_what_arrives():
     class Odd(Exception):
         pass
 
-    assert type(processes._rebuilt(processes._described(Odd("x")))) is Exception
-    for name in ("os:system", "subprocess:Popen", "builtins:eval", "builtins:SystemExit", "jaxformer.config:read", "x:y"):
-        found = processes._rebuilt({"classes": [name], "arguments": ["echo"]})
+    assert type(rebuild_error(describe_error(Odd("x")))) is Exception
+    for name in (
+        "os:system",
+        "subprocess:Popen",
+        "builtins:eval",
+        "builtins:SystemExit",
+        "jaxformer.config:read",
+        "x:y",
+    ):
+        found = rebuild_error({"classes": [name], "arguments": ["echo"]})
         assert type(found) is RuntimeError, name
 
 

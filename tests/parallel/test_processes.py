@@ -1,4 +1,5 @@
-"""Several real processes as one run: the same numbers as one, and one end for all, by name, however it comes."""
+"""Several real processes as one run: the same numbers as one, and one end for all, by name, however
+it comes."""
 
 import contextlib
 import json
@@ -69,7 +70,9 @@ def assert_same(found, expected):
     """Every step once, with the same numbers."""
     assert [line.keys() for line in found] == [line.keys() for line in expected]
     for name in ("step", "loss", "grad_norm", "tokens", "validation_loss"):
-        mine, theirs = ([line[name] for line in lines if name in line] for lines in (found, expected))
+        mine, theirs = (
+            [line[name] for line in lines if name in line] for lines in (found, expected)
+        )
         # float32 sums in another order, amplified over a few steps of Adam
         np.testing.assert_allclose(mine, theirs, rtol=2e-4, err_msg=name)
 
@@ -83,7 +86,9 @@ def run_of(workplace):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "mesh"), [(2, ["--mesh.fsdp=4", "--mesh.tensor=2"]), (4, [])], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("count", "mesh"), [(2, ["--mesh.fsdp=4", "--mesh.tensor=2"]), (4, [])], ids=["2", "4"]
+)
 def test_processes_train_as_one_does(count, mesh, alone, workplace):
     with Pod(count, *mesh) as pod:
         pod.finish()
@@ -102,9 +107,14 @@ def test_sigterm_to_one_stops_all_at_one_step_and_nothing_is_done_again(alone, w
         assert set(pod.codes().values()) == {143}, pod.said(0)
         (stops,) = {found(r"stopped by SIGTERM after step (\d+)", pod.said(i)) for i in range(4)}
     folder, stop = run_of(workplace), int(stops)
-    saved = max(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal())
+    saved = max(
+        int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()
+    )
     before = (folder / "metrics.jsonl").read_text()
-    assert saved == stop < 12 and max(line["step"] for line in record(folder) if "loss" in line) == stop - 1
+    assert (
+        saved == stop < 12
+        and max(line["step"] for line in record(folder) if "loss" in line) == stop - 1
+    )
     with Pod(2) as pod:
         pod.finish()
         assert f"resuming after step {stop}" in pod.said(0)
@@ -134,22 +144,29 @@ from jaxformer.runs import checkpoint
 from jaxformer.runs.manifest import fingerprints
 from jaxformer.training.recipe import build
 from jaxformer.training.step import init_state, state_shardings
+
 processes.initialize()
 recipe = build(config.load("tiny"))
 mesh = parallel.run_mesh(parallel.Mesh({axes}), 8)
 places = state_shardings(recipe, mesh)
+
+
 def body():
     with jax.set_mesh(mesh), checkpoint.Manager("kept") as manager:
         state = jax.jit(partial(init_state, recipe), out_shardings=places)()
         if {save}:
             manager.save(3, state, dict(x=1), wait=True)
         else:
-            abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, places)
+            abstract = jax.tree.map(
+                lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, places
+            )
             step, state, metadata = manager.restore(abstract)
             assert step == 3 and metadata == dict(x=1)
         spread = [not leaf.is_fully_addressable for leaf in jax.tree.leaves(state)]
         print("prints", all(spread), *fingerprints(jax.tree.leaves(state)))
     return 0
+
+
 sys.exit(processes.run_together(body))
 """
 
@@ -167,7 +184,9 @@ def test_a_checkpoint_of_four_processes_is_restored_exactly_anywhere(workplace):
     abstract = jax.eval_shape(lambda: init_state(recipe))
     with checkpoint.Manager("kept") as manager:  # one process, one device
         step, state, metadata = manager.restore(abstract)
-    assert (step, metadata) == (3, {"x": 1}) and " ".join(fingerprints(jax.tree.leaves(state))) == saved
+    assert (step, metadata) == (3, {"x": 1}) and " ".join(
+        fingerprints(jax.tree.leaves(state))
+    ) == saved
     first = jax.jit(lambda: init_state(recipe))()
     for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(first), strict=True):
         np.testing.assert_array_equal(leaf, expected)
@@ -215,7 +234,10 @@ def meet(*arguments, **options):
 def test_who_never_came_is_named_to_all_who_did():
     for one in meet((0, 4), (2, 4), limit=1.0):
         assert isinstance(one["error"], meeting.MissingProcess)
-        assert re.match(r"processes 1, 3 never came within 1 s; here are process 0 .*, process 2", str(one["error"]))
+        assert re.match(
+            r"processes 1, 3 never came within 1 s; here are process 0 .*, process 2",
+            str(one["error"]),
+        )
     (one,) = meet((1, 2), limit=1.0)
     assert "process 0 never came within 1 s: nobody answers at 127.0.0.1:" in str(one["error"])
 
@@ -230,7 +252,9 @@ def test_numbers_that_do_not_fit_together_are_refused(third):
     errors = [one["error"] for one in meet((0, 3), (1, 3), third, limit=5.0)]
     assert isinstance(errors[0], ConfigError) and isinstance(errors[2], ConfigError)
     # if process 2 comes before process 1, the run is refused already, and process 1 finds nobody
-    assert isinstance(errors[1], ConfigError) or (third == (2, 4) and isinstance(errors[1], meeting.MissingProcess))
+    assert isinstance(errors[1], ConfigError) or (
+        third == (2, 4) and isinstance(errors[1], meeting.MissingProcess)
+    )
     assert "give each its own index and all one count" in str(errors[0])
 
 
@@ -246,7 +270,9 @@ def test_a_process_that_died_before_the_others_came_may_come_again():
     time.sleep(0.2)
     early.close()
     joined = [join(1, 3, port)]
-    time.sleep(1.0)  # were 2 there before 1 had come again, the run would begin with the dead one, and end
+    time.sleep(
+        1.0
+    )  # were 2 there before 1 had come again, the run would begin with the dead one, and end
     joined.append(join(2, 3, port))
     for thread in (hub, *(thread for thread, _ in joined)):
         thread.join(timeout=60)
@@ -261,9 +287,13 @@ def test_a_process_that_died_before_the_others_came_may_come_again():
 
 def test_processes_leave_together():
     met = [one["peers"] for one in meet((0, 3), (1, 3), (2, 3))]
-    assert [one.names for one in met] == [met[0].names] * 3 and f"pid {os.getpid()}" in met[1].names[0]
+    assert [one.names for one in met] == [met[0].names] * 3 and f"pid {os.getpid()}" in met[
+        1
+    ].names[0]
     left = []
-    threads = [threading.Thread(target=lambda one=one: (one.leave(), left.append(one))) for one in met]
+    threads = [
+        threading.Thread(target=lambda one=one: (one.leave(), left.append(one))) for one in met
+    ]
     for thread in threads[:2]:
         thread.start()
     time.sleep(0.2)
@@ -290,11 +320,15 @@ time.sleep(100)
 @pytest.mark.thorough
 @pytest.mark.parametrize("victim", [2, 0])
 def test_a_silent_process_is_named_to_all(victim, tmp_path):
-    """But a call that keeps Python's lock for less than the limit is no silence. The stopped process ends when it goes on."""
+    """But a call that keeps Python's lock for less than the limit is no silence. The stopped
+    process ends when it goes on."""
     address = f"127.0.0.1:{pod_sim.free_port()}"
     with contextlib.ExitStack() as stack:
         command = lambda i: [sys.executable, "-c", SILENT, str(i), address]
-        met = [stack.enter_context(Process(command(i), tmp_path, tmp_path / f"out-{i}")) for i in range(3)]
+        met = [
+            stack.enter_context(Process(command(i), tmp_path, tmp_path / f"out-{i}"))
+            for i in range(3)
+        ]
         for process in met:
             process.wait_for("met")
         met[victim].send(signal.SIGSTOP)
@@ -303,7 +337,9 @@ def test_a_silent_process_is_named_to_all(victim, tmp_path):
             named = f"process {victim} (pid {met[victim].process.pid} on "
             assert named in met[i].said() and "is silent for 4 s" in met[i].said(), met[i].said()
         met[victim].send(signal.SIGCONT)
-        assert met[victim].end(60) == peers.LOST and met[victim].said().count("\n") == 2, met[victim].said()
+        assert met[victim].end(60) == peers.LOST and met[victim].said().count("\n") == 2, met[
+            victim
+        ].said()
 
 
 @pytest.mark.slow
@@ -314,9 +350,13 @@ def test_train_says_who_never_came(workplace):
 
 
 SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "node[004-007]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
-    "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "4",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[004-007]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "4",
+}
 OURS = {"JAXFORMER_COORDINATOR": "host:1234", "JAXFORMER_PROCESSES": "4", "JAXFORMER_PROCESS": "1"}
 
 
@@ -339,7 +379,8 @@ def test_processes_are_found_in_the_environment(environment, expected, monkeypat
 
 
 @pytest.mark.parametrize(
-    "change", [{"JAXFORMER_PROCESS": "one"}, {"JAXFORMER_PROCESS": "4"}, {"JAXFORMER_COORDINATOR": "host"}]
+    "change",
+    [{"JAXFORMER_PROCESS": "one"}, {"JAXFORMER_PROCESS": "4"}, {"JAXFORMER_COORDINATOR": "host"}],
 )
 def test_bad_variables_get_one_line(change):
     with pytest.raises(ConfigError):
@@ -362,16 +403,26 @@ def test_limits_are_numbers_of_seconds(text, monkeypatch):
 
 def test_a_single_process_asks_nobody():
     processes.initialize()
-    assert processes.is_first() and processes.first(lambda: 3) == 3 and processes.all_gather_object(3) == [3]
+    assert (
+        processes.is_first()
+        and processes.first(lambda: 3) == 3
+        and processes.all_gather_object(3) == [3]
+    )
     assert processes.run_together(lambda: 7) == 7 and processes.step_limit() == 300
     assert processes.local_rows(parallel.make_mesh(), 8) is None
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "context": 2}, {"data": 1, "tensor": 8}])
+@pytest.mark.parametrize(
+    "mesh", [{"data": 8}, {"data": 2, "fsdp": 2, "context": 2}, {"data": 1, "tensor": 8}]
+)
 def test_a_batch_is_put_together_from_rows(mesh):
     mesh = parallel.make_mesh(parallel.Mesh(**mesh))
     rng = np.random.default_rng(0)
-    batch = {"tokens": rng.integers(0, 9, (8, 6)), "images": rng.normal(size=(8, 4, 2)), "lengths": np.arange(8)}
+    batch = {
+        "tokens": rng.integers(0, 9, (8, 6)),
+        "images": rng.normal(size=(8, 4, 2)),
+        "lengths": np.arange(8),
+    }
     batch = {name: leaf.astype(np.float32) for name, leaf in batch.items()}
     out = processes.global_batch(mesh, 8, batch)
     for name, place in sharding.batch_sharding(mesh, batch).items():
@@ -379,17 +430,35 @@ def test_a_batch_is_put_together_from_rows(mesh):
         assert out[name].sharding == place
 
 
-@pytest.mark.parametrize("words", ["", "2", "0 tiny", "x tiny", "2 tiny --devices", "2 tiny --devices x", "2 tiny --devices 0"])
+@pytest.mark.parametrize(
+    "words",
+    ["", "2", "0 tiny", "x tiny", "2 tiny --devices", "2 tiny --devices x", "2 tiny --devices 0"],
+)
 def test_pod_sim_refuses_what_is_no_number_of_processes_or_devices(words, capsys):
     assert pod_sim.main(words.split()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("pod-sim: options: ") and "N EXPERIMENT [--devices D]" in error and error.count("\n") == 1
+    assert (
+        error.startswith("pod-sim: options: ")
+        and "N EXPERIMENT [--devices D]" in error
+        and error.count("\n") == 1
+    )
 
 
 @pytest.mark.slow
 def test_pod_sim(workplace):
-    command = [sys.executable, "-m", "experiments.launch.pod_sim", "2", "tiny", "--devices", "1", "--steps=2000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.launch.pod_sim",
+        "2",
+        "tiny",
+        "--devices",
+        "1",
+        "--steps=2000",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("[p0] step    3/2000"):

@@ -10,7 +10,15 @@ from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.sharding import describe, partition_specs, with_logical_constraint
 
-GPT = ModelConfig(vocab_size=64, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, context_length=16, init_std=0.2)
+GPT = ModelConfig(
+    vocab_size=64,
+    num_layers=2,
+    d_model=32,
+    num_heads=4,
+    num_kv_heads=2,
+    context_length=16,
+    init_std=0.2,
+)
 
 
 def test_axes_go_by_one_table():

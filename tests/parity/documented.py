@@ -1,8 +1,10 @@
 """Draws configurations from what transformers documents, not from what we support, and compares.
 
-Each drawn model is computed here as there, or refused by a line that names one of its settings; there is no third kind.
+Each drawn model is computed here as there, or refused by a line that names one of its settings;
+there is no third kind.
 
-    python -m tests.parity.documented 30        # 30 of each family: a table of what was computed and what refused
+`python -m tests.parity.documented 30` draws 30 of each family and prints a table of those that were
+computed and those that were refused.
 """
 
 import os
@@ -31,22 +33,63 @@ from tests.families import calls
 from tests.golden.write import EXACT, redraw
 
 FAMILIES = {
-    "bert": "Bert", "big_bird": "BigBird", "gpt2": "GPT2", "llama": "Llama", "longformer": "Longformer",
-    "marian": "Marian", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3",
-    "reformer": "Reformer", "roberta": "Roberta", "t5": "T5", "vit": "ViT",
-}  # fmt: skip
+    "bert": "Bert",
+    "big_bird": "BigBird",
+    "gpt2": "GPT2",
+    "llama": "Llama",
+    "longformer": "Longformer",
+    "marian": "Marian",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "reformer": "Reformer",
+    "roberta": "Roberta",
+    "t5": "T5",
+    "vit": "ViT",
+}
 TOLERANCE = 2e-5  # float32 on both sides: reference/models.md, section 1
 V = 41
 
 # Fields that change no output of a forward pass in evaluation.
 NO_NUMBER = {
-    *("use_cache", "initializer_range", "init_std", "initializer_factor", "axial_norm_std", "onnx_export", "pretraining_tp"),
+    *(
+        "use_cache",
+        "initializer_range",
+        "init_std",
+        "initializer_factor",
+        "axial_norm_std",
+        "onnx_export",
+        "pretraining_tp",
+    ),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_dropout", "dropout"),
-    *("attention_dropout", "classifier_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"),
-    *("activation_dropout", "encoder_layerdrop", "decoder_layerdrop", "local_attention_probs_dropout_prob"),
-    *("lsh_attention_probs_dropout_prob", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
-    *("bos_token_id", "eos_token_id", "forced_eos_token_id", "decoder_start_token_id", "chunk_size_lm_head"),
-}  # fmt: skip
+    *(
+        "attention_dropout",
+        "classifier_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "dropout_rate",
+    ),
+    *(
+        "activation_dropout",
+        "encoder_layerdrop",
+        "decoder_layerdrop",
+        "local_attention_probs_dropout_prob",
+    ),
+    *(
+        "lsh_attention_probs_dropout_prob",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+    ),
+    *(
+        "bos_token_id",
+        "eos_token_id",
+        "forced_eos_token_id",
+        "decoder_start_token_id",
+        "chunk_size_lm_head",
+    ),
+}
 
 
 def rope(r) -> dict:
@@ -54,16 +97,33 @@ def rope(r) -> dict:
     original, factor = r.choice([4, 6, 16]), r.choice([1.0, 2.0, 3.5])
     pairs = 3 if r.random() < 0.8 else 2
     kinds = dict(
-        default={}, linear=dict(factor=factor), dynamic=dict(factor=factor),
+        default={},
+        linear=dict(factor=factor),
+        dynamic=dict(factor=factor),
         yarn=dict(factor=factor, original_max_position_embeddings=original)
-        | pick(r, beta_fast=[8, 32], beta_slow=[1, 2], truncate=[False], attention_factor=[0.7], mscale=[0.5])
+        | pick(
+            r,
+            beta_fast=[8, 32],
+            beta_slow=[1, 2],
+            truncate=[False],
+            attention_factor=[0.7],
+            mscale=[0.5],
+        )
         | pick(r, mscale_all_dim=[0.9]),
         longrope=dict(
-            original_max_position_embeddings=original, factor=factor, short_factor=[r.uniform(1, 2) for _ in range(pairs)],
+            original_max_position_embeddings=original,
+            factor=factor,
+            short_factor=[r.uniform(1, 2) for _ in range(pairs)],
             long_factor=[r.uniform(1, 4) for _ in range(pairs)],
-        ) | pick(r, attention_factor=[1.3]),
-        llama3=dict(factor=factor, original_max_position_embeddings=original, low_freq_factor=1.0, high_freq_factor=4.0),
-    )  # fmt: skip
+        )
+        | pick(r, attention_factor=[1.3]),
+        llama3=dict(
+            factor=factor,
+            original_max_position_embeddings=original,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+        ),
+    )
     kind = r.choice(list(kinds))
     more = pick(r, partial_rotary_factor=[0.5, 1.0]) if r.random() < 0.5 else {}
     return dict(rope_type=kind, rope_theta=r.choice([50.0, 10_000.0])) | kinds[kind] | more
@@ -76,23 +136,64 @@ def pick(r, **choices) -> dict:
 
 # Values of every other field that is not a size: as documented, and a few beside the default.
 RANGE = dict(
-    activation_function=list(ACT2FN), hidden_act=list(ACT2FN), pooler_act=list(ACT2FN), summary_activation=["tanh", None],
-    feed_forward_proj=["relu", "gated-gelu", "gated-silu", "gelu_new", "gated-relu", "silu", "gated-gelu_new", "quick_gelu"],
-    scale_attn_weights=[False], scale_attn_by_inverse_layer_idx=[True], reorder_and_upcast_attn=[True],
+    activation_function=list(ACT2FN),
+    hidden_act=list(ACT2FN),
+    pooler_act=list(ACT2FN),
+    summary_activation=["tanh", None],
+    feed_forward_proj=[
+        "relu",
+        "gated-gelu",
+        "gated-silu",
+        "gelu_new",
+        "gated-relu",
+        "silu",
+        "gated-gelu_new",
+        "quick_gelu",
+    ],
+    scale_attn_weights=[False],
+    scale_attn_by_inverse_layer_idx=[True],
+    reorder_and_upcast_attn=[True],
     add_cross_attention=[True],
-    summary_type=["last", "first", "mean"], summary_use_proj=[False], summary_proj_to_labels=[False],
-    tie_word_embeddings=[True, False], is_decoder=[True], layer_norm_epsilon=[1e-6, 1e-2], layer_norm_eps=[1e-5, 1e-2],
-    rms_norm_eps=[1e-5, 1e-2], type_vocab_size=[1, 3], pad_token_id=[None, 0, 1, 7], sep_token_id=[2, 5],
+    summary_type=["last", "first", "mean"],
+    summary_use_proj=[False],
+    summary_proj_to_labels=[False],
+    tie_word_embeddings=[True, False],
+    is_decoder=[True],
+    layer_norm_epsilon=[1e-6, 1e-2],
+    layer_norm_eps=[1e-5, 1e-2],
+    rms_norm_eps=[1e-5, 1e-2],
+    type_vocab_size=[1, 3],
+    pad_token_id=[None, 0, 1, 7],
+    sep_token_id=[2, 5],
     scale_embedding=[True],
-    share_encoder_decoder_embeddings=[False], decoder_vocab_size=[V, V - 4], attention_bias=[True], mlp_bias=[True],
-    sliding_window=[None, 1, 3, 7], use_sliding_window=[True], max_window_layers=[0, 1, 2],
-    head_dim=[6, 10], num_key_value_heads=[1], rescale_embeddings=[True], use_bias=[False],
-    attention_type=["original_full", "block_sparse"], num_random_blocks=[1, 2], relative_attention_num_buckets=[4, 8],
-    relative_attention_max_distance=[9, 20], num_decoder_layers=[1, 3], qkv_bias=[False], pooler_output_size=[5, 12],
-    num_hashes=[2, 3], num_buckets=[4, 8, [2, 4]], lsh_num_chunks_before=[0, 2], lsh_num_chunks_after=[1],
-    local_num_chunks_before=[0, 2], local_num_chunks_after=[1], axial_pos_embds=[False], n_inner=[None, 21],
+    share_encoder_decoder_embeddings=[False],
+    decoder_vocab_size=[V, V - 4],
+    attention_bias=[True],
+    mlp_bias=[True],
+    sliding_window=[None, 1, 3, 7],
+    use_sliding_window=[True],
+    max_window_layers=[0, 1, 2],
+    head_dim=[6, 10],
+    num_key_value_heads=[1],
+    rescale_embeddings=[True],
+    use_bias=[False],
+    attention_type=["original_full", "block_sparse"],
+    num_random_blocks=[1, 2],
+    relative_attention_num_buckets=[4, 8],
+    relative_attention_max_distance=[9, 20],
+    num_decoder_layers=[1, 3],
+    qkv_bias=[False],
+    pooler_output_size=[5, 12],
+    num_hashes=[2, 3],
+    num_buckets=[4, 8, [2, 4]],
+    lsh_num_chunks_before=[0, 2],
+    lsh_num_chunks_after=[1],
+    local_num_chunks_before=[0, 2],
+    local_num_chunks_after=[1],
+    axial_pos_embds=[False],
+    n_inner=[None, 21],
     num_experts_per_tok=[1, 2, 3],
-)  # fmt: skip
+)
 
 
 def sizes(family: str, r) -> dict:
@@ -100,16 +201,30 @@ def sizes(family: str, r) -> dict:
     heads = r.choice([1, 2, 3])
     layers, width, inner = r.randint(1, 3), heads * r.choice([4, 6]), r.randint(9, 30)
     common = dict(
-        vocab_size=V, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=inner,
+        vocab_size=V,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=inner,
         max_position_embeddings=r.choice([20, 36]),
-    )  # fmt: skip
+    )
     match family:
         case "gpt2":
-            return dict(vocab_size=V, n_positions=r.choice([12, 36]), n_embd=width, n_head=heads, n_layer=layers)
+            return dict(
+                vocab_size=V,
+                n_positions=r.choice([12, 36]),
+                n_embd=width,
+                n_head=heads,
+                n_layer=layers,
+            )
         case "llama" | "mistral" | "mixtral" | "qwen2" | "qwen3":
-            common |= dict(num_key_value_heads=heads, rope_parameters=rope(r) if r.random() < 0.7 else None)
+            common |= dict(
+                num_key_value_heads=heads, rope_parameters=rope(r) if r.random() < 0.7 else None
+            )
             if family in ("qwen2", "qwen3") and r.random() < 0.3:
-                common["layer_types"] = [r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+                common["layer_types"] = [
+                    r.choice(["full_attention", "sliding_attention"]) for _ in range(layers)
+                ]
             return common | (dict(num_local_experts=r.randint(3, 5)) if family == "mixtral" else {})
         case "longformer":
             windows = [r.choice([2, 4, 6]) for _ in range(layers)]
@@ -130,13 +245,20 @@ def sizes(family: str, r) -> dict:
             sides |= {f"{side}_layers": r.randint(1, 2) for side in ("encoder", "decoder")}
             sides |= {f"{side}_ffn_dim": r.randint(9, 30) for side in ("encoder", "decoder")}
             tokens = dict(pad_token_id=V - 5, decoder_start_token_id=V - 5)
-            return dict(vocab_size=V, d_model=heads * r.choice([4, 5]), max_position_embeddings=36) | sides | tokens
+            return (
+                dict(vocab_size=V, d_model=heads * r.choice([4, 5]), max_position_embeddings=36)
+                | sides
+                | tokens
+            )
         case "vit":
             del common["vocab_size"], common["max_position_embeddings"]
             patch = r.choice([2, 4])
             image = r.choice([patch * 3, [patch * r.randint(1, 3), patch * r.randint(1, 3)]])
             return common | dict(
-                image_size=image, patch_size=patch, num_channels=r.choice([1, 3]), encoder_stride=r.choice([patch, 16])
+                image_size=image,
+                patch_size=patch,
+                num_channels=r.choice([1, 3]),
+                encoder_stride=r.choice([patch, 16]),
             )
         case "reformer":
             del common["num_hidden_layers"], common["intermediate_size"]
@@ -146,11 +268,18 @@ def sizes(family: str, r) -> dict:
                 r.choice(["local", "lsh", "both"]),
             )
             return common | dict(
-                attention_head_size=r.choice([4, 6]), feed_forward_size=inner, max_position_embeddings=24, hash_seed=3,
-                axial_pos_shape=shape, axial_pos_embds_dim=widths, lsh_attn_chunk_length=r.choice([4, 6]), num_buckets=4,
-                local_attn_chunk_length=r.choice([4, 6]), attn_layers=["local", "lsh"] if kinds == "both" else [kinds] * layers,
+                attention_head_size=r.choice([4, 6]),
+                feed_forward_size=inner,
+                max_position_embeddings=24,
+                hash_seed=3,
+                axial_pos_shape=shape,
+                axial_pos_embds_dim=widths,
+                lsh_attn_chunk_length=r.choice([4, 6]),
+                num_buckets=4,
+                local_attn_chunk_length=r.choice([4, 6]),
+                attn_layers=["local", "lsh"] if kinds == "both" else [kinds] * layers,
                 is_decoder=r.random() < 0.5,
-            )  # fmt: skip
+            )
     return common
 
 
@@ -158,7 +287,9 @@ def classes(family: str) -> list[str]:
     """The names of the family's models."""
     found = []
     for name in sorted(dir(transformers)):
-        if name.startswith(FAMILIES[family]) and not name.endswith(("PreTrainedModel", "Config", "Tokenizer")):
+        if name.startswith(FAMILIES[family]) and not name.endswith(
+            ("PreTrainedModel", "Config", "Tokenizer")
+        ):
             kind = getattr(transformers, name)
             if (
                 isinstance(kind, type)
@@ -172,7 +303,10 @@ def classes(family: str) -> list[str]:
 def fields(family: str) -> set[str]:
     """The fields that the family's config class documents beside those of every class."""
     config = getattr(transformers, FAMILIES[family] + "Config")
-    return config.__dataclass_fields__.keys() - transformers.PretrainedConfig.__dataclass_fields__.keys()
+    return (
+        config.__dataclass_fields__.keys()
+        - transformers.PretrainedConfig.__dataclass_fields__.keys()
+    )
 
 
 class Drawn(NamedTuple):
@@ -191,7 +325,11 @@ def draw(family: str, seed: int) -> Drawn:
     r = random.Random(f"{family} {seed}")
     while True:
         kind = getattr(transformers, r.choice(classes(family)))
-        chosen = {name: r.choice(RANGE[name]) for name in sorted(fields(family) & RANGE.keys()) if r.random() < 0.25}
+        chosen = {
+            name: r.choice(RANGE[name])
+            for name in sorted(fields(family) & RANGE.keys())
+            if r.random() < 0.25
+        }
         settings = chosen | sizes(family, r) if r.random() < 0.5 else sizes(family, r) | chosen
         if r.random() < 0.5:
             settings["num_labels"] = r.randint(1, 4)
@@ -203,7 +341,9 @@ def draw(family: str, seed: int) -> Drawn:
                 if isinstance(module, torch.nn.Embedding):
                     module.padding_idx = None
             call, real = arguments(family, kind.__name__, model.config, r)
-            if family == "reformer":  # in float32 the sums of its rounds are rounded to 0.008, beside scores of -1e5
+            if (
+                family == "reformer"
+            ):  # in float32 the sums of its rounds are rounded to 0.008, beside scores of -1e5
                 model = model.double()
             outputs = run(model, call)
         except Exception:  # theirs refuses it too: no model
@@ -220,18 +360,36 @@ def exact(family: str) -> dict:
 def run(model, call: dict) -> dict[str, np.ndarray]:
     tensors = {name: torch.from_numpy(array) for name, array in call.items()}
     with torch.no_grad():
-        output = model(**{name: x.to(model.dtype) if x.is_floating_point() else x for name, x in tensors.items()})
-    return {name: x.numpy() for name, x in output.items() if name in OUTPUTS and isinstance(x, torch.Tensor)}
+        output = model(
+            **{
+                name: x.to(model.dtype) if x.is_floating_point() else x
+                for name, x in tensors.items()
+            }
+        )
+    return {
+        name: x.numpy()
+        for name, x in output.items()
+        if name in OUTPUTS and isinstance(x, torch.Tensor)
+    }
 
 
 def arguments(family: str, name: str, config, r) -> tuple[dict, np.ndarray | None]:
-    """What the model is called with: rows without padding, padded on the right or on the left; pad ids within a row too."""
+    """What the model is called with: rows without padding, padded on the right or on the left; pad
+    ids within a row too."""
     rng = np.random.default_rng(r.randrange(2**32))
     if family == "vit":
-        size = config.image_size if isinstance(config.image_size, list | tuple) else (config.image_size,) * 2
-        call = dict(pixel_values=rng.normal(size=(2, config.num_channels, *size)).astype(np.float32))
+        size = (
+            config.image_size
+            if isinstance(config.image_size, list | tuple)
+            else (config.image_size,) * 2
+        )
+        call = dict(
+            pixel_values=rng.normal(size=(2, config.num_channels, *size)).astype(np.float32)
+        )
         if name == "ViTForMaskedImageModeling" and config.encoder_stride == config.patch_size:
-            call["bool_masked_pos"] = rng.random((2, size[0] * size[1] // config.patch_size**2)) < 0.5
+            call["bool_masked_pos"] = (
+                rng.random((2, size[0] * size[1] // config.patch_size**2)) < 0.5
+            )
         return call, None
     T = r.choice([5, 11, 18])
     if family == "big_bird":
@@ -240,7 +398,11 @@ def arguments(family: str, name: str, config, r) -> tuple[dict, np.ndarray | Non
         T = 24 if config.axial_pos_embds else r.choice([12, 24])
     shape = (2, 3, T) if name.endswith("ForMultipleChoice") else (2, T)
     pad = 0 if getattr(config, "pad_token_id", None) is None else config.pad_token_id
-    letters = [token for token in range(config.vocab_size) if token not in (pad, getattr(config, "sep_token_id", None))]
+    letters = [
+        token
+        for token in range(config.vocab_size)
+        if token not in (pad, getattr(config, "sep_token_id", None))
+    ]
     tokens = rng.choice(letters, shape)
     real, side = np.ones(shape, np.int64), r.choice(["none", "left", "right", "right"])
     if side != "none":
@@ -283,16 +445,25 @@ def compare(drawn: Drawn) -> tuple[str, str]:
     try:
         checkpoint = families.load(folder / "theirs")
     except ConfigError as error:
-        names = {*drawn.settings, *(drawn.settings.get("rope_parameters") or {}), drawn.kind.__name__}
+        names = {
+            *drawn.settings,
+            *(drawn.settings.get("rope_parameters") or {}),
+            drawn.kind.__name__,
+        }
         named = any(name in str(error) for name in names)
         return "refused" if named else "wrong", str(error).replace(str(folder), "")
     try:
         if how := difference(drawn, checkpoint):
             return "wrong", how
         families.save(folder / "ours", checkpoint)
-        again = drawn.kind.from_pretrained(folder / "ours", **exact(drawn.model.config.model_type)).eval()
+        again = drawn.kind.from_pretrained(
+            folder / "ours", **exact(drawn.model.config.model_type)
+        ).eval()
         again = run(again.to(drawn.model.dtype), drawn.call)
-        for name, theirs in drawn.outputs.items():  # an activation may be saved under the other of its names
+        for (
+            name,
+            theirs,
+        ) in drawn.outputs.items():  # an activation may be saved under the other of its names
             if not np.abs(again[name] - theirs).max() <= tolerance(theirs):
                 return "wrong", f"saved by us, it gives another {name} there"
     except ConfigError as error:
@@ -313,14 +484,22 @@ def difference(drawn: Drawn, checkpoint: families.Checkpoint) -> str | None:
             return f"{name}: {ours.shape}, theirs {theirs.shape}"
         shown = np.ones((1,) * ours.ndim, bool)
         if drawn.real is not None and ours.shape[: drawn.real.ndim] == drawn.real.shape:
-            shown = (drawn.real > 0).reshape(drawn.real.shape + (1,) * (ours.ndim - drawn.real.ndim))
+            shown = (drawn.real > 0).reshape(
+                drawn.real.shape + (1,) * (ours.ndim - drawn.real.ndim)
+            )
         error = np.where(shown, np.abs(ours - theirs), 0).max()
         if not error <= tolerance(theirs):
-            # narrow layers with a tiny eps enlarge both sides' rounding: ours may be as far from float64 as theirs is
+            # narrow layers with a tiny eps enlarge both sides' rounding: ours may be as far from
+            # float64 as theirs is
             wide = run(copy.deepcopy(drawn.model).double(), drawn.call)[name]
-            mine, their_own = (np.where(shown, np.abs(one - wide), 0).max() for one in (ours, theirs))
+            mine, their_own = (
+                np.where(shown, np.abs(one - wide), 0).max() for one in (ours, theirs)
+            )
             if not mine <= their_own:
-                return f"{name}: off by {error:.1e}; from float64 ours is {mine:.1e}, theirs {their_own:.1e}"
+                return (
+                    f"{name}: off by {error:.1e}; from float64 ours is {mine:.1e}, theirs "
+                    f"{their_own:.1e}"
+                )
     return None
 
 
@@ -330,7 +509,9 @@ def answer(drawn: Drawn, checkpoint: families.Checkpoint) -> models.Output:
     if constants is None:
         return calls.apply(checkpoint, **drawn.call)
     tokens, options = calls.translate(checkpoint, **drawn.call)
-    return models.apply(checkpoint.config, checkpoint.params, tokens, constants=constants, **options)
+    return models.apply(
+        checkpoint.config, checkpoint.params, tokens, constants=constants, **options
+    )
 
 
 def tolerance(theirs: np.ndarray) -> float:
@@ -339,15 +520,25 @@ def tolerance(theirs: np.ndarray) -> float:
 
 
 def rotations(theirs, config):
-    """What Reformer's layers hash with, `[L, N, H, rounds, buckets / 2]`, a part for each factor; None for other families."""
+    """What Reformer's layers hash with, `[L, N, H, rounds, buckets / 2]`, a part for each factor;
+    None for other families."""
     if theirs.model_type != "reformer" or "lsh" not in theirs.attn_layers:
         return None
-    factors = theirs.num_buckets if isinstance(theirs.num_buckets, list | tuple) else [theirs.num_buckets]
+    factors = (
+        theirs.num_buckets if isinstance(theirs.num_buckets, list | tuple) else [theirs.num_buckets]
+    )
     torch.manual_seed(theirs.hash_seed)
-    shape = (theirs.num_attention_heads, theirs.attention_head_size, theirs.num_hashes, sum(factors) // 2)
+    shape = (
+        theirs.num_attention_heads,
+        theirs.attention_head_size,
+        theirs.num_hashes,
+        sum(factors) // 2,
+    )
     drawn = torch.randn(shape, dtype=torch.float64).numpy().astype(np.float32)
     parts = np.split(drawn, np.cumsum(factors)[:-1] // 2, axis=-1)
-    parts = tuple(jnp.asarray(np.broadcast_to(part, (config.num_layers, *part.shape))) for part in parts)
+    parts = tuple(
+        jnp.asarray(np.broadcast_to(part, (config.num_layers, *part.shape))) for part in parts
+    )
     return parts if len(parts) > 1 else parts[0]
 
 
@@ -364,7 +555,13 @@ def main(count: int, families: list[str]) -> None:
             found[outcome] += 1
             if outcome == "wrong" or os.environ.get("VERBOSE"):
                 side = {name: array.shape for name, array in drawn.call.items()}
-                print(f"{family} {seed} {outcome}: {drawn.kind.__name__} {why}\n    {drawn.settings} {side}", flush=True)
+                print(
+                    (
+                        f"{family} {seed} {outcome}: {drawn.kind.__name__} {why}\n    "
+                        f"{drawn.settings} {side}"
+                    ),
+                    flush=True,
+                )
         total += found
         print(f"{family:12} {dict(found)}", flush=True)
     print(f"{'all':12} {dict(total)}")

@@ -1,4 +1,5 @@
-"""What the drawn configurations of `tests.parity.documented` do not reach: rotations with a cache, every activation."""
+"""What the drawn configurations of `tests.parity.documented` do not reach: rotations with a cache,
+every activation."""
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +9,25 @@ import pytest
 LENGTH_SCALINGS = {
     "dynamic": dict(rope_type="dynamic", factor=2.0, rope_theta=50.0),
     "longrope": dict(
-        rope_type="longrope", rope_theta=50.0, original_max_position_embeddings=8, short_factor=[1.0, 1.5, 2.0],
-        long_factor=[2.0, 3.0, 5.0], factor=4.0,
+        rope_type="longrope",
+        rope_theta=50.0,
+        original_max_position_embeddings=8,
+        short_factor=[1.0, 1.5, 2.0],
+        long_factor=[2.0, 3.0, 5.0],
+        factor=4.0,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")  # theirs
 @pytest.mark.parametrize("kind", LENGTH_SCALINGS)
 def test_rotations_that_read_the_length_with_a_cache(kind, tmp_path):
-    """All keys of a text have the rotation of its whole length, read in pieces too: theirs is one forward pass over it.
+    """All keys of a text have the rotation of its whole length, read in pieces too: theirs is one
+    forward pass over it.
 
-    Theirs turns each piece by the length that it has reached, so that its pieces are not its whole text.
+    Theirs turns each piece by the length that it has reached, so that its pieces are not its whole
+    text.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,8 +35,16 @@ def test_rotations_that_read_the_length_with_a_cache(kind, tmp_path):
     from jaxformer import decoding, families, models
     from tests.golden.write import EXACT, redraw
 
-    sizes = dict(vocab_size=31, hidden_size=18, intermediate_size=15, num_hidden_layers=2, num_attention_heads=3)
-    config = LlamaConfig(**sizes, max_position_embeddings=8, rope_parameters=LENGTH_SCALINGS[kind], **EXACT)
+    sizes = dict(
+        vocab_size=31,
+        hidden_size=18,
+        intermediate_size=15,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+    )
+    config = LlamaConfig(
+        **sizes, max_position_embeddings=8, rope_parameters=LENGTH_SCALINGS[kind], **EXACT
+    )
     model = LlamaForCausalLM(config).eval()
     redraw(model, 0)
     model.save_pretrained(tmp_path)
@@ -47,9 +62,17 @@ def test_rotations_that_read_the_length_with_a_cache(kind, tmp_path):
             np.testing.assert_allclose(found.logits, theirs[:, start:end], rtol=0, atol=2e-5)
 
 
-# Of the fields that each config class declares, those that change no number of a forward pass in evaluation
+# Of the fields that each config class declares, those that change no number of a forward pass in
+# evaluation
 IRRELEVANT = {
-    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp"),
+    *(
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "initializer_range",
+        "pretraining_tp",
+    ),
     *("classifier_dropout", "embd_pdrop", "summary_first_dropout", "reorder_and_upcast_attn"),
     *(
         "summary_type",
@@ -87,8 +110,15 @@ def test_every_field_is_read_or_changes_nothing(name):
         {"use_sliding_window": True, "sliding_window": 4, "layer_types": None},
     ):
         architecture = {"architectures": [f"{name}Model"]}
-        families.FAMILIES[config.model_type].read(Recorded(config.to_dict() | architecture | changed), ())
-    declared = {field for one in kind.__mro__ if one.__name__ == f"{name}Config" for field in one.__annotations__}
+        families.FAMILIES[config.model_type].read(
+            Recorded(config.to_dict() | architecture | changed), ()
+        )
+    declared = {
+        field
+        for one in kind.__mro__
+        if one.__name__ == f"{name}Config"
+        for field in one.__annotations__
+    }
     declared -= {"model_type", "keys_to_ignore_at_inference", "attribute_map", "default_theta"}
     declared = {field for field in declared if not field.startswith(("base_model_", "_"))}
     assert declared and not declared - asked - IRRELEVANT
@@ -102,9 +132,15 @@ def test_every_activation_without_parameters_is_computed():
     from jaxformer.families.settings import ACTIVATION
     from jaxformer.ops.feedforward import ACTIVATIONS as OURS
 
-    assert ACT2FN.keys() - ACTIVATION.keys() == {"prelu", "xielu", "sqrtsoftplus"}  # trained; a router's
+    assert ACT2FN.keys() - ACTIVATION.keys() == {
+        "prelu",
+        "xielu",
+        "sqrtsoftplus",
+    }  # trained; a router's
     x = np.linspace(-12, 12, 241, dtype=np.float32)
     for name, ours in ACTIVATION.items():
         expected = ACT2FN[name](torch.from_numpy(x)).numpy()
         # float32 erf and tanh to a few 1e-7, times x; of a square, of x^2
-        np.testing.assert_allclose(OURS[ours](jnp.asarray(x)), expected, rtol=1e-6, atol=5e-6, err_msg=name)
+        np.testing.assert_allclose(
+            OURS[ours](jnp.asarray(x)), expected, rtol=1e-6, atol=5e-6, err_msg=name
+        )

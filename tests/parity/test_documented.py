@@ -1,12 +1,25 @@
-"""What transformers documents is computed here, or refused by name (`tests.parity.documented` draws it)."""
+"""What transformers documents is computed here, or refused by name (`tests.parity.documented` draws
+it)."""
 
 import pytest
 
 DRAWS = 4
 FAMILIES = [
-    "bert", "big_bird", "gpt2", "llama", "longformer", "marian", "mistral", "mixtral", "qwen2", "qwen3", "reformer",
-    "roberta", "t5", "vit",
-]  # fmt: skip
+    "bert",
+    "big_bird",
+    "gpt2",
+    "llama",
+    "longformer",
+    "marian",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "reformer",
+    "roberta",
+    "t5",
+    "vit",
+]
 
 
 @pytest.mark.parity
@@ -15,7 +28,9 @@ FAMILIES = [
 def test_no_documented_field_is_left_out(family):
     from tests.parity import documented
 
-    drawn = set().union(*(documented.sizes(family, documented.random.Random(seed)) for seed in range(50)))
+    drawn = set().union(
+        *(documented.sizes(family, documented.random.Random(seed)) for seed in range(50))
+    )
     assert not documented.fields(family) - drawn - documented.RANGE.keys() - documented.NO_NUMBER
 
 

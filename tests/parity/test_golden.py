@@ -1,4 +1,5 @@
-"""The golden models of tests/fixtures/golden: transformers still writes and answers them, and opens what we save of them."""
+"""The golden models of tests/fixtures/golden: transformers still writes and answers them, and opens
+what we save of them."""
 
 import json
 import logging
@@ -19,9 +20,13 @@ def test_transformers_still_writes_what_is_kept(name, tmp_path):
 
     write(name, tmp_path)
     kept = golden.folder(name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in kept.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        path.name for path in kept.iterdir()
+    )
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config | {"transformers_version": "any"} == golden.config(name) | {"transformers_version": "any"}
+    assert config | {"transformers_version": "any"} == golden.config(name) | {
+        "transformers_version": "any"
+    }
     for file, load in (
         ("model.safetensors", load_file),
         ("gradients.safetensors", load_file),
@@ -30,8 +35,11 @@ def test_transformers_still_writes_what_is_kept(name, tmp_path):
         written, before = load(tmp_path / file), load(kept / file)
         assert sorted(written) == sorted(before)
         for key in before:
-            # it computes norms, rotations and softmax in float32, which on another machine may round otherwise
-            np.testing.assert_allclose(written[key], before[key], rtol=1e-6, atol=1e-6, err_msg=f"{file}: {key}")
+            # it computes norms, rotations and softmax in float32, which on another machine may
+            # round otherwise
+            np.testing.assert_allclose(
+                written[key], before[key], rtol=1e-6, atol=1e-6, err_msg=f"{file}: {key}"
+            )
 
 
 @pytest.mark.parity
@@ -43,7 +51,9 @@ def test_float32_answers_as_the_witness_does(name):
     wide = name == "reformer"  # whose rotations are other random numbers in float32
     for key, answered in _answers(golden.folder(name), name, wide)[0].items():
         # twice what the worst case (T5's unscaled logits) misses by
-        np.testing.assert_allclose(answered, arrays[f"outputs/{key}"], rtol=0, atol=1.5e-5, err_msg=key)
+        np.testing.assert_allclose(
+            answered, arrays[f"outputs/{key}"], rtol=0, atol=1.5e-5, err_msg=key
+        )
 
 
 @pytest.mark.parity
@@ -55,7 +65,9 @@ def test_saved_by_us_opens_in_transformers(name, tmp_path):
     families.save(tmp_path / "ours", families.load(golden.folder(name)))
     answered, warned = _answers(golden.folder(name), name, True)
     ours, warned_of_ours = _answers(tmp_path / "ours", name, True)
-    assert set(warned_of_ours) <= set(warned)  # of every T5 with its own head transformers warns, its own files too
+    assert set(warned_of_ours) <= set(
+        warned
+    )  # of every T5 with its own head transformers warns, its own files too
     assert sorted(ours) == sorted(answered)
     for key in answered:
         # no weight is rounded on the way there and back
@@ -63,21 +75,29 @@ def test_saved_by_us_opens_in_transformers(name, tmp_path):
 
 
 def _answers(folder, name, wide):
-    """(what the model in `folder` answers to the inputs of `name`, in float64 if `wide`; what transformers warned of)."""
+    """(what the model in `folder` answers to the inputs of `name`, in float64 if `wide`; what
+    transformers warned of)."""
     import transformers
 
     from tests.golden.write import EXACT, answer, at_real, finite_masks
 
-    inputs = {key.removeprefix("inputs/"): x for key, x in golden.witness(name).items() if key.startswith("inputs/")}
+    inputs = {
+        key.removeprefix("inputs/"): x
+        for key, x in golden.witness(name).items()
+        if key.startswith("inputs/")
+    }
     kind = json.loads((folder / "config.json").read_text())["architectures"][0]
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
     logger = logging.getLogger("transformers")
-    transformers.utils.logging.warning_once.cache_clear()  # an earlier test may have had the same warning
+    # an earlier test may have had the same warning
+    transformers.utils.logging.warning_once.cache_clear()
     logger.addHandler(handler)
     try:
-        model, report = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True, **EXACT)
+        model, report = getattr(transformers, kind).from_pretrained(
+            folder, output_loading_info=True, **EXACT
+        )
         with finite_masks():
             answered = at_real(inputs, answer(model.double() if wide else model, inputs))
     finally:

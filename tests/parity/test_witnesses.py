@@ -1,4 +1,5 @@
-"""The packages that the fixtures came from, run again: they still answer what tests/fixtures says they answered."""
+"""The packages that the fixtures came from, run again: they still answer what tests/fixtures says
+they answered."""
 
 import importlib
 
@@ -17,4 +18,6 @@ def test_the_live_package_agrees_with_its_fixture(name):
     assert sorted(arrays) == sorted(kept)
     for key, array in arrays.items():
         # some packages compute in float32 inside, which on another machine may round otherwise
-        np.testing.assert_allclose(np.asarray(array, kept[key].dtype), kept[key], rtol=1e-6, atol=1e-6, err_msg=key)
+        np.testing.assert_allclose(
+            np.asarray(array, kept[key].dtype), kept[key], rtol=1e-6, atol=1e-6, err_msg=key
+        )

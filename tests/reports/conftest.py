@@ -1,4 +1,5 @@
-"""What users of other projects reported, tried on this one: every test here names its reports with `@pytest.mark.report`."""
+"""What users of other projects reported, tried on this one: every test here names its reports with
+`@pytest.mark.report`."""
 
 import re
 
@@ -30,7 +31,9 @@ def check(name, report):
     """Refuses a marker that lacks a report's name, or the right behaviour."""
     unknown = set(report.kwargs) - {"right", "hit", "listed"}
     if unknown:
-        raise pytest.UsageError(f"{name}: a report has right, hit and listed, not {sorted(unknown)}")
+        raise pytest.UsageError(
+            f"{name}: a report has right, hit and listed, not {sorted(unknown)}"
+        )
     wrong = [one for one in report.args if not re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", one)]
     if wrong or not report.args:
         raise pytest.UsageError(f"{name}: reports are named owner/repository#number, not {wrong}")

@@ -1,4 +1,5 @@
-"""Counts the reports that tests/reports holds, for the table of docs/checks.md: `python tests/reports/table.py`."""
+"""Counts the reports that tests/reports holds, for the table of docs/checks.md: `python
+tests/reports/table.py`."""
 
 import ast
 from pathlib import Path
@@ -9,7 +10,8 @@ HEADER = ("part", "listed", "hit", "found by our own search", "hit")
 
 
 class Report(NamedTuple):
-    """One report: the part, its name, the right behaviour, the fault there was, and the list that it came from."""
+    """One report: the part, its name, the right behaviour, the fault there was, and the list that
+    it came from."""
 
     part: str
     names: tuple[str, ...]
@@ -19,7 +21,8 @@ class Report(NamedTuple):
 
 
 def reports(folder: Path = HERE) -> list[Report]:
-    """Every `@pytest.mark.report(...)` of the folder, read from the syntax trees: nothing is imported."""
+    """Every `@pytest.mark.report(...)` of the folder, read from the syntax trees: nothing is
+    imported."""
     found = []
     for path in sorted(folder.glob("test_*.py")):
         part = path.stem.removeprefix("test_").replace("_", " ")

@@ -1,4 +1,5 @@
-"""Residual orders, feed-forwards by layer, embeddings and heads: what users of other projects reported, tried on ours."""
+"""Residual orders, feed-forwards by layer, embeddings and heads: what users of other projects
+reported, tried on ours."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +23,17 @@ from jaxformer.training import Experiment
 from jaxformer.training.recipe import build
 from jaxformer.zoo.reversible import Reversible
 
-TINY = ModelConfig(vocab_size=13, num_layers=3, d_model=16, num_heads=2, context_length=8, d_ff=24, init_std=0.3)
+TINY = ModelConfig(
+    vocab_size=13, num_layers=3, d_model=16, num_heads=2, context_length=8, d_ff=24, init_std=0.3
+)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 13, (2, 8)), jnp.int32)
 ORDERS = {
-    "pre_norm": None, "post_norm": blocks.post_norm, "sandwich": blocks.sandwich, "output_norm": blocks.output_norm,
+    "pre_norm": None,
+    "post_norm": blocks.post_norm,
+    "sandwich": blocks.sandwich,
+    "output_norm": blocks.output_norm,
     "parallel": blocks.parallel,
-}  # fmt: skip
+}
 CLOSE = dict(rtol=1e-4, atol=2e-5)  # float32 sums in another order
 apply = jax.jit(models.apply, static_argnums=0)
 
@@ -37,9 +43,14 @@ def params_of(config, seed=0):
 
 
 @pytest.mark.report(
-    "pytorch/pytorch#50086", "AnswerDotAI/ModernBERT#50", "marian-nmt/marian-dev#719",
-    right="a stack whose layers end with a norm has no other one behind it, one whose stream is not normalised has exactly one",
-)  # fmt: skip
+    "pytorch/pytorch#50086",
+    "AnswerDotAI/ModernBERT#50",
+    "marian-nmt/marian-dev#719",
+    right=(
+        "a stack whose layers end with a norm has no other one behind it, one whose stream is "
+        "not normalised has exactly one"
+    ),
+)
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_norms_of_a_stack_are_those_of_its_order(name):
     config = replace(TINY, block=ORDERS[name])
@@ -63,9 +74,14 @@ def two_norms(config, names):
 
 
 @pytest.mark.report(
-    "EleutherAI/gpt-neox#481", "EleutherAI/gpt-neox#728", "huggingface/transformers#18695",
-    right="side by side with one norm (GPT-J) and with two (GPT-NeoX) are two blocks, equal where the two norms are equal",
-)  # fmt: skip
+    "EleutherAI/gpt-neox#481",
+    "EleutherAI/gpt-neox#728",
+    "huggingface/transformers#18695",
+    right=(
+        "side by side with one norm (GPT-J) and with two (GPT-NeoX) are two blocks, equal where "
+        "the two norms are equal"
+    ),
+)
 def test_one_norm_or_two_side_by_side():
     one, two = replace(TINY, block=blocks.parallel), replace(TINY, block=two_norms)
     tree = params_of(one)
@@ -81,7 +97,10 @@ def test_one_norm_or_two_side_by_side():
 
 @pytest.mark.report(
     "TransformerLensOrg/TransformerLens#1649",
-    right="what is read inside a layer is what its order computes: a stream is the one before it and what was added",
+    right=(
+        "what is read inside a layer is what its order computes: a stream is the one before it "
+        "and what was added"
+    ),
 )
 @pytest.mark.parametrize("name", ["pre_norm", "parallel"])
 def test_intermediates_add_up_in_each_order(name):
@@ -94,32 +113,50 @@ def test_intermediates_add_up_in_each_order(name):
 
 
 def apply_with(config, names):
-    return jax.jit(partial(models.apply, config, intermediates=names))(params_of(config), TOKENS).intermediates
+    return jax.jit(partial(models.apply, config, intermediates=names))(
+        params_of(config), TOKENS
+    ).intermediates
 
 
 @pytest.mark.report(
-    "PrimeIntellect-ai/prime-rl#807", "databricks/megablocks#113",
-    right="dense layers among experts report no load, and the loss of the router is a mean over the layers that have one",
-)  # fmt: skip
-@pytest.mark.parametrize("pattern", [("relu", "experts", "experts"), ("experts", "relu", "experts")])
+    "PrimeIntellect-ai/prime-rl#807",
+    "databricks/megablocks#113",
+    right=(
+        "dense layers among experts report no load, and the loss of the router is a mean over "
+        "the layers that have one"
+    ),
+)
+@pytest.mark.parametrize(
+    "pattern", [("relu", "experts", "experts"), ("experts", "relu", "experts")]
+)
 def test_dense_layers_do_not_dilute_the_loss_of_the_router(pattern):
     experts = Mixture(4, 2, d_ff=8, balance_loss=0.1)
-    config = replace(TINY, feedforward=tuple(experts if each == "experts" else each for each in pattern))
+    config = replace(
+        TINY, feedforward=tuple(experts if each == "experts" else each for each in pattern)
+    )
     output = apply(config, params_of(config), TOKENS)
     assert output.stats["fraction"].shape == (2, 4) and output.stats["expert_load"].shape == (2,)
-    each = 0.1 * experts.experts * (output.stats["fraction"] * output.stats["probability"]).sum(axis=1)
+    each = (
+        0.1 * experts.experts * (output.stats["fraction"] * output.stats["probability"]).sum(axis=1)
+    )
     np.testing.assert_allclose(output.loss, each.mean(), rtol=1e-5)
 
 
 @pytest.mark.report(
-    "OpenNMT/OpenNMT-tf#28", "huggingface/transformers#10311",
-    right="an embedding may be narrower than the model, and a head that would read by a table of another width is refused",
-)  # fmt: skip
+    "OpenNMT/OpenNMT-tf#28",
+    "huggingface/transformers#10311",
+    right=(
+        "an embedding may be narrower than the model, and a head that would read by a table of "
+        "another width is refused"
+    ),
+)
 def test_a_factorised_embedding():
     def narrow(config):
         spec = {
             "tokens": Spec((config.vocab_size, 4), ("vocab", None), normal(0.3)),
-            "wider": params.linear((4, config.d_model), (None, "embed"), (), normal(0.3), bias=False),
+            "wider": params.linear(
+                (4, config.d_model), (None, "embed"), (), normal(0.3), bias=False
+            ),
         }
 
         def embed(tree, tokens, inputs):
@@ -128,7 +165,10 @@ def test_a_factorised_embedding():
         return Embedder(spec, embed)
 
     with pytest.raises(
-        ConfigError, match=r"the head reads by a table `tokens` \(13, 16\) of the embedding, which has \(13, 4\)"
+        ConfigError,
+        match=(
+            r"the head reads by a table `tokens` \(13, 16\) of the embedding, which has \(13, 4\)"
+        ),
     ):
         models.spec(replace(TINY, embedding=narrow))
     with pytest.raises(ConfigError, match="reads 32 features by the embedding's rows"):
@@ -136,8 +176,13 @@ def test_a_factorised_embedding():
     config = replace(TINY, embedding=narrow, tie_embeddings=False)
     tree = params_of(config)
     assert params.count(tree["embedding"]["tokens"]) == 13 * 4
-    found = models.apply(config, tree, TOKENS, intermediates=("embedding",)).intermediates["embedding"]
-    expected = tree["embedding"]["tokens"][TOKENS] @ tree["embedding"]["wider"]["kernel"] + tree["embedding"]["positions"][None]
+    found = models.apply(config, tree, TOKENS, intermediates=("embedding",)).intermediates[
+        "embedding"
+    ]
+    expected = (
+        tree["embedding"]["tokens"][TOKENS] @ tree["embedding"]["wider"]["kernel"]
+        + tree["embedding"]["positions"][None]
+    )
     np.testing.assert_allclose(found, expected, **CLOSE)
 
 
@@ -156,7 +201,11 @@ class DropPath:
                 y = f(norm(config, params[f"{name}_norm"], x))
                 if self.rate and context.dropout_key is not None:
                     key = jax.random.fold_in(context.dropout_key, i)
-                    y = y * jax.random.bernoulli(key, 1 - self.rate, (len(x), 1, 1)) / (1 - self.rate)
+                    y = (
+                        y
+                        * jax.random.bernoulli(key, 1 - self.rate, (len(x), 1, 1))
+                        / (1 - self.rate)
+                    )
                 x = x + y
             return x
 
@@ -165,25 +214,38 @@ class DropPath:
 
 
 @pytest.mark.report(
-    "LibreYOLO/libreyolo#422", "wandb/senpai#2316", "huggingface/pytorch-image-models#2118",
+    "LibreYOLO/libreyolo#422",
+    "wandb/senpai#2316",
+    "huggingface/pytorch-image-models#2118",
     "cybertronai/gradient-checkpointing#35",
-    right="a block that drops paths draws for each row and sub-layer, the same when computed again; a score drops none",
-)  # fmt: skip
+    right=(
+        "a block that drops paths draws for each row and sub-layer, the same when computed "
+        "again; a score drops none"
+    ),
+)
 def test_a_block_that_drops_paths():
     config = replace(TINY, block=DropPath(), unroll=1)
     tree, key = params_of(config), jax.random.key(5)
     tokens = jnp.tile(TOKENS[:1], (64, 1))
     names = ("layers/*/residual",)
-    streams = models.apply(config, tree, tokens, dropout_key=key, intermediates=names).intermediates[names[0]]
+    streams = models.apply(
+        config, tree, tokens, dropout_key=key, intermediates=names
+    ).intermediates[names[0]]
     kinds = {tuple(np.round(np.asarray(streams[0, row, 0]), 4)) for row in range(64)}
     assert len(kinds) == 4  # neither, one, the other, both: drawn for each row and sub-layer
 
     def gradient(**changes):
-        of = lambda p: jnp.sum(jnp.sin(models.apply(replace(config, **changes), p, TOKENS, dropout_key=key).logits))
+        of = lambda p: jnp.sum(
+            jnp.sin(models.apply(replace(config, **changes), p, TOKENS, dropout_key=key).logits)
+        )
         return jax.jit(jax.grad(of))(tree)
 
     for changes in (dict(unroll=3), dict(remat="full")):
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-4), gradient(**changes), gradient())
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-4),
+            gradient(**changes),
+            gradient(),
+        )
     recipe = build(Experiment(name="paths", model=config, data=Nothing(), steps=1))
     batch = {"tokens": TOKENS, "labels": TOKENS, "weights": jnp.ones(TOKENS.shape)}
     scores = [float(recipe.score(tree, batch, jax.random.key(i)).loss) for i in range(2)]
@@ -200,17 +262,26 @@ class Nothing:
 
 @pytest.mark.report(
     "facebookresearch/detr#266",
-    right="a head may read what came with the tokens; one of three parameters, as heads had before, is called as before",
+    right=(
+        "a head may read what came with the tokens; one of three parameters, as heads had "
+        "before, is called as before"
+    ),
 )
 def test_heads_see_what_came_with_the_tokens():
     def shifted(config):
-        return Head("shifted", {}, lambda tree, hidden, padding_mask, inputs: hidden.mean(axis=(1, 2)) + inputs["shift"])
+        return Head(
+            "shifted",
+            {},
+            lambda tree, hidden, padding_mask, inputs: hidden.mean(axis=(1, 2)) + inputs["shift"],
+        )
 
     def older(config):
         return Head("older", {}, lambda tree, hidden, padding_mask: hidden.mean(axis=(1, 2)))
 
     config = replace(TINY, heads=(shifted, older, Classification(2)))
-    found = models.apply(config, params_of(config), TOKENS, inputs={"shift": jnp.array([1.0, 2.0])}).heads
+    found = models.apply(
+        config, params_of(config), TOKENS, inputs={"shift": jnp.array([1.0, 2.0])}
+    ).heads
     np.testing.assert_allclose(found["shifted"] - found["older"], [1.0, 2.0], rtol=1e-5)
     assert found["classification"].shape == (2, 2)
 

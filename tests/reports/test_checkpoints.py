@@ -34,7 +34,9 @@ ABSTRACT = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype
 
 def zeros(recipe):
     """A state of a run, without a program that draws it."""
-    return jax.tree.map(lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), abstract_state(recipe))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(np.zeros(leaf.shape, leaf.dtype)), abstract_state(recipe)
+    )
 
 
 def save(folder, history, **options):
@@ -46,9 +48,12 @@ def save(folder, history, **options):
 
 
 @pytest.mark.report(
-    "OpenNMT/OpenNMT-tf#839", "facebookresearch/fairseq#732", right="a mean is of neighbouring checkpoints, or refused",
-    hit="the old best checkpoint filled up the last three: 733 for 900", listed="first 06",
-)  # fmt: skip
+    "OpenNMT/OpenNMT-tf#839",
+    "facebookresearch/fairseq#732",
+    right="a mean is of neighbouring checkpoints, or refused",
+    hit="the old best checkpoint filled up the last three: 733 for 900",
+    listed="first 06",
+)
 def test_a_mean_is_of_neighbours():
     folder = RunFolder(epath.Path("runs/a"))
     for kept in ([300, 900, 1000], [100, 200, 300, 800, 900, 950, 1000], [1000]):
@@ -57,26 +62,42 @@ def test_a_mean_is_of_neighbours():
             if set(wanted) <= set(kept):
                 assert neighbours(folder, kept, 1000, 100, count) == wanted
             else:
-                with pytest.raises(ConfigError, match=r"no mean of .* kept are .*; --checkpoints.keep-latest"):
+                with pytest.raises(
+                    ConfigError, match=r"no mean of .* kept are .*; --checkpoints.keep-latest"
+                ):
                     neighbours(folder, kept, 1000, 100, count)
-    assert neighbours(folder, [800, 900, 1000], 950, 100, 3) == [900, 800]  # the last step, between two multiples
+    assert neighbours(folder, [800, 900, 1000], 950, 100, 3) == [
+        900,
+        800,
+    ]  # the last step, between two multiples
     with pytest.raises(ConfigError, match="and more than there were"):
         neighbours(folder, [100], 100, 100, 2)
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "Deci-AI/super-gradients#1932", "keras-team/keras#11420", right="ranks of two scores are not compared",
-    hit="step 10, ranked -30 by BLEU, pushed out the lowest loss", listed="second 09",
-)  # fmt: skip
+    "Deci-AI/super-gradients#1932",
+    "keras-team/keras#11420",
+    right="ranks of two scores are not compared",
+    hit="step 10, ranked -30 by BLEU, pushed out the lowest loss",
+    listed="second 09",
+)
 def test_the_best_of_each_score_is_kept(tmp_path):
     save(tmp_path, [(10, -30.0)], score="-bleu")
-    assert save(tmp_path, [(20, 2.1), (30, 1.5), (40, 1.9), (50, 2.0)], score="loss") == [10, 30, 50]
+    assert save(tmp_path, [(20, 2.1), (30, 1.5), (40, 1.9), (50, 2.0)], score="loss") == [
+        10,
+        30,
+        50,
+    ]
     assert save(tmp_path, [(60, -31.0), (70, -20.0)], score="-bleu") == [30, 60, 70]
 
 
 @pytest.mark.thorough
-@pytest.mark.report("Deci-AI/super-gradients#1932", right="a checkpoint of an older version keeps its rank", listed="second 09")
+@pytest.mark.report(
+    "Deci-AI/super-gradients#1932",
+    right="a checkpoint of an older version keeps its rank",
+    listed="second 09",
+)
 def test_manifests_without_a_name_are_read(tmp_path):
     """They were of one score; what they are ranked by is not known to be that of today."""
     save(tmp_path, [(10, 1.0), (20, 2.0)])
@@ -86,16 +107,21 @@ def test_manifests_without_a_name_are_read(tmp_path):
 
 
 @pytest.mark.report(
-    "huggingface/transformers#12786", "huggingface/transformers#39560", "huggingface/transformers#28539",
-    right="a step that is among the best is saved", listed="second 10",
+    "huggingface/transformers#12786",
+    "huggingface/transformers#39560",
+    "huggingface/transformers#28539",
+    right="a step that is among the best is saved",
+    listed="second 10",
     hit="an evaluation between two saves was never kept",
-)  # fmt: skip
+)
 def test_what_is_among_the_best_is_known_before_a_save(tmp_path):
     with Manager(tmp_path, every=10, keep_latest=1, keep_best=2, score="loss") as manager:
         assert manager.is_among_best(5.0) and not manager.is_among_best(math.nan)
         for step, metric in ((10, 3.0), (20, 2.0)):
             manager.save(step, STATE, metric=metric, wait=True)
-        found = [manager.is_among_best(metric) for metric in (1.0, 2.5, 3.0, 4.0, math.nan, math.inf)]
+        found = [
+            manager.is_among_best(metric) for metric in (1.0, 2.5, 3.0, 4.0, math.nan, math.inf)
+        ]
         assert found == [True, True, False, False, False, False]
     with Manager(tmp_path, every=10, keep_latest=1, keep_best=2, score="-bleu") as manager:
         assert manager.is_among_best(100.0)  # the first of this score
@@ -103,7 +129,9 @@ def test_what_is_among_the_best_is_known_before_a_save(tmp_path):
         assert not manager.is_among_best(0.0)
 
 
-@pytest.mark.report("allenai/allennlp#1237", right="of two equal scores the earlier checkpoint is the best")
+@pytest.mark.report(
+    "allenai/allennlp#1237", right="of two equal scores the earlier checkpoint is the best"
+)
 def test_an_equal_score_is_no_improvement(tmp_path):
     assert save(tmp_path, [(10, 2.0), (20, 1.0), (30, 1.0), (40, 1.0)]) == [20, 40]
     with Manager(tmp_path, keep_best=1, score="loss") as manager:
@@ -113,20 +141,28 @@ def test_an_equal_score_is_no_improvement(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "Lightning-AI/pytorch-lightning#2636", "Lightning-AI/pytorch-lightning#1008", "Bjarten/early-stopping-pytorch#28",
+    "Lightning-AI/pytorch-lightning#2636",
+    "Lightning-AI/pytorch-lightning#1008",
+    "Bjarten/early-stopping-pytorch#28",
     right="a score of NaN is neither the best nor the last word",
-)  # fmt: skip
+)
 def test_scores_after_nan_are_ranked(tmp_path):
-    assert save(tmp_path, [(10, math.nan), (20, 3.0), (30, math.nan), (40, 2.0), (50, math.nan)]) == [40, 50]
+    assert save(
+        tmp_path, [(10, math.nan), (20, 3.0), (30, math.nan), (40, 2.0), (50, math.nan)]
+    ) == [40, 50]
     assert save(tmp_path / "more", [(10, -math.inf), (20, math.nan), (30, 1.0)]) == [10, 30]
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "google/orbax#526", "antonioterpin/flowgym#51", right="the newest steps stay also where all older ones are better"
+    "google/orbax#526",
+    "antonioterpin/flowgym#51",
+    right="the newest steps stay also where all older ones are better",
 )
 def test_worse_steps_are_kept_to_go_on_from(tmp_path):
-    assert save(tmp_path, [(10 * i, float(i)) for i in range(1, 7)], keep_latest=2, keep_best=2) == [10, 20, 50, 60]
+    assert save(
+        tmp_path, [(10 * i, float(i)) for i in range(1, 7)], keep_latest=2, keep_best=2
+    ) == [10, 20, 50, 60]
     with Manager(tmp_path) as manager:
         restored = manager.restore(ABSTRACT)
     assert restored is not None and restored[0] == 60
@@ -136,14 +172,19 @@ def test_worse_steps_are_kept_to_go_on_from(tmp_path):
 @pytest.mark.report("OpenPipe/ART#117", right="the best step is known from the checkpoints alone")
 def test_the_best_needs_no_other_file(tmp_path):
     save(tmp_path / "a", [(10, 1.0), (20, 2.0)], score="loss")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")  # without the record, the lock and whatever else
+    shutil.copytree(
+        tmp_path / "a", tmp_path / "b"
+    )  # without the record, the lock and whatever else
     assert save(tmp_path / "b", [(30, 3.0), (40, 4.0)], score="loss") == [10, 40]
 
 
 @pytest.mark.report(
-    "huggingface/transformers#35580", "facebookresearch/metaseq#53", "allenai/allennlp#2129", "nyu-mll/jiant#169",
+    "huggingface/transformers#35580",
+    "facebookresearch/metaseq#53",
+    "allenai/allennlp#2129",
+    "nyu-mll/jiant#169",
     right="what a killed save left is no checkpoint, and goes",
-)  # fmt: skip
+)
 def test_half_a_save_is_no_checkpoint(tmp_path):
     save(tmp_path, [(10, None)])
     shutil.copytree(tmp_path / "10", tmp_path / "20.orbax-checkpoint-tmp")
@@ -157,10 +198,15 @@ def test_half_a_save_is_no_checkpoint(tmp_path):
         assert not list(tmp_path.glob("20*"))
 
 
-@pytest.mark.report("bghira/SimpleTuner#2613", right="a damaged checkpoint is put aside, and the one before it taken")
+@pytest.mark.report(
+    "bghira/SimpleTuner#2613",
+    right="a damaged checkpoint is put aside, and the one before it taken",
+)
 def test_a_damaged_checkpoint_is_not_read(tmp_path):
     save(tmp_path, [(10, None), (20, None)], keep_latest=2)
-    files = [path for path in (tmp_path / "20").rglob("*") if path.is_file() and path.parent.name == "d"]
+    files = [
+        path for path in (tmp_path / "20").rglob("*") if path.is_file() and path.parent.name == "d"
+    ]
     for file in files:  # which of them is read depends on orbax's version
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     said = []
@@ -172,9 +218,11 @@ def test_a_damaged_checkpoint_is_not_read(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "m2lines/Samudra#282", "Megvii-BaseDetection/YOLOX#1318", "atomistic-machine-learning/schnetpack#785",
+    "m2lines/Samudra#282",
+    "Megvii-BaseDetection/YOLOX#1318",
+    "atomistic-machine-learning/schnetpack#785",
     right="raw weights and their average are both saved, and training goes on from the raw ones",
-)  # fmt: skip
+)
 def test_weights_and_their_average_are_both_kept(tmp_path):
     recipe = build(replace(TINY, ema_decay=0.9))
     state = zeros(recipe)
@@ -192,16 +240,20 @@ def test_weights_and_their_average_are_both_kept(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "kohya-ss/sd-scripts#586", "wdkwdkwdk/CLONE_DK#2", right="a mean of adapted weights is that of the merged ones",
+    "kohya-ss/sd-scripts#586",
+    "wdkwdkwdk/CLONE_DK#2",
+    right="a mean of adapted weights is that of the merged ones",
     hit="--average of a LoRA run multiplied the means of the factors",
-)  # fmt: skip
+)
 def test_a_mean_of_adapters_is_that_of_their_products(tmp_path):
     experiment = replace(TINY, adaptation=Lora(rank=2), initial="somewhere")
     recipe = build(experiment)
     state, folder, merged = zeros(recipe), RunFolder(epath.Path(tmp_path)), []
     with Manager(folder.checkpoints, every=500, keep_latest=2) as manager:
         for step in (500, 1000):
-            trained = jax.tree.map(lambda leaf, step=step: jnp.full_like(leaf, step / 500), state.params)
+            trained = jax.tree.map(
+                lambda leaf, step=step: jnp.full_like(leaf, step / 500), state.params
+            )
             merged.append(recipe.weights(trained))
             manager.save(step, replace(state, params=trained), {}, wait=True)
     run = Run(folder, experiment, None, average=2)
@@ -210,7 +262,9 @@ def test_a_mean_of_adapters_is_that_of_their_products(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), run.params, mean)
 
 
-@pytest.mark.report("mozilla/DeepSpeech#447", right="a start that goes on overwrites no checkpoint that exists")
+@pytest.mark.report(
+    "mozilla/DeepSpeech#447", right="a start that goes on overwrites no checkpoint that exists"
+)
 def test_a_step_that_exists_is_not_written_again(tmp_path):
     save(tmp_path, [(10, None), (20, None)], keep_latest=2)
     said = []
@@ -237,7 +291,9 @@ def test_a_state_is_read_on_another_mesh(tmp_path):
     with Manager(tmp_path) as manager:
         manager.save(1, put, wait=True)
         for sharding in (jax.NamedSharding(second, jax.P("tensor", "fsdp")), None):
-            restored = manager.restore({"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)})
+            restored = manager.restore(
+                {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)}
+            )
             assert restored is not None
             np.testing.assert_array_equal(restored[1]["w"], state["w"])
 
@@ -253,12 +309,17 @@ class Split:
 
 
 @pytest.mark.report(
-    "huggingface/accelerate#2823", "wyim-pgl/transgenic#59",
+    "huggingface/accelerate#2823",
+    "wyim-pgl/transgenic#59",
     right="a run that goes on with another order of its examples says so",
-    hit="a run of more than 65,536 examples that began under the former shuffle went on under the new one in silence",
-)  # fmt: skip
+    hit=(
+        "a run of more than 65,536 examples that began under the former shuffle went on under "
+        "the new one in silence"
+    ),
+)
 def test_a_run_that_goes_on_in_another_order_says_so(caplog):
-    """Such a checkpoint names no order. Smaller splits, and those that choose for themselves, have the order they had."""
+    """Such a checkpoint names no order. Smaller splits, and those that choose for themselves, have
+    the order they had."""
     chooses = Split(10**6)
     chooses.batch_indices = lambda seed, size: None
     large, small = Split(65_537), Split(65_536)
@@ -275,4 +336,6 @@ def test_a_run_that_goes_on_in_another_order_says_so(caplog):
         warn_of_order(folder, metadata, SimpleNamespace(train=split))
         assert len(caplog.messages) == warns
         if warns:
-            assert caplog.messages[0].startswith("runs/a: the order of more than 65,536 examples changed")
+            assert caplog.messages[0].startswith(
+                "runs/a: the order of more than 65,536 examples changed"
+            )

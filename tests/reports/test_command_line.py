@@ -1,4 +1,5 @@
-"""`python -m jaxformer`: odd inputs, pipes, terminals and locales; and every command that a page says to type."""
+"""`python -m jaxformer`: odd inputs, pipes, terminals and locales; and every command that a page
+says to type."""
 
 import contextlib
 import errno
@@ -45,8 +46,14 @@ def start(words, folder, **more):
 @pytest.mark.report(
     "tensorflow/nmt#402",
     "tensorflow/nmt#175",
-    right="a terminal without the letters of a text gets escapes, not an error in the middle of a command",
-    hit="UnicodeEncodeError with a traceback, at the end of training too, where the sample is printed",
+    right=(
+        "a terminal without the letters of a text gets escapes, not an error in the middle of a "
+        "command"
+    ),
+    hit=(
+        "UnicodeEncodeError with a traceback, at the end of training too, where the sample is "
+        "printed"
+    ),
 )
 def test_a_terminal_without_unicode_gets_escapes(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(PLAIN, encoding="utf-8")
@@ -63,7 +70,10 @@ def test_a_terminal_without_unicode_gets_escapes(tmp_path, monkeypatch):
     "Backblaze/B2_Command_Line_Tool#1071",
     "python/cpython#90650",
     right="whoever reads may stop reading: no message, and exit code 0",
-    hit="the page of commands through `head`: 'Exception ignored ... BrokenPipeError', exit code 120",
+    hit=(
+        "the page of commands through `head`: 'Exception ignored ... BrokenPipeError', exit code "
+        "120"
+    ),
 )
 def test_a_reader_that_has_enough_is_no_error(tmp_path, unbuffered):
     read, write = os.pipe()
@@ -119,13 +129,21 @@ def console_error(monkeypatch):
 @pytest.mark.report(
     "mlflow/mlflow#3052",
     "mlflow/mlflow#661",
-    right="one experiment file that cannot be read does not hide the others: `list` says so in its line",
+    right=(
+        "one experiment file that cannot be read does not hide the others: `list` says so in its "
+        "line"
+    ),
     hit="a syntax error in one file of experiments/: `list` ended with a traceback",
 )
 def test_one_broken_file_does_not_hide_the_others(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(furnish(tmp_path))
     folder = tmp_path / "experiments"
-    broken = {"syntax": b"x = (\n", "bytes": b"'''caf\xe9'''\n", "null": b"x = 1\0\n", "deep": b"(" * 300 + b"\n"}
+    broken = {
+        "syntax": b"x = (\n",
+        "bytes": b"'''caf\xe9'''\n",
+        "null": b"x = 1\0\n",
+        "deep": b"(" * 300 + b"\n",
+    }
     for name, text in broken.items():
         (folder / f"broken_{name}.py").write_bytes(text)
     (folder / "fine.py").write_text('"""Fine: 🙂.\n\nMore."""\n', encoding="utf-8")
@@ -140,7 +158,10 @@ def test_one_broken_file_does_not_hide_the_others(tmp_path, monkeypatch, capsys)
     "GNS3/gns3-server#170",
     "boppreh/replace_me#1",
     right="files are UTF-8 in every locale; prompts may begin with a byte order mark",
-    hit="`list` and `generate --prompts` read files in the encoding of the locale; a mark was refused",
+    hit=(
+        "`list` and `generate --prompts` read files in the encoding of the locale; a mark was "
+        "refused"
+    ),
 )
 def test_files_are_utf8_in_every_locale(tmp_path, monkeypatch, capsys):
     import locale
@@ -155,7 +176,9 @@ def test_files_are_utf8_in_every_locale(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pathlib.Path, "read_text", read_text)
     monkeypatch.chdir(tmp_path)
     assert run(capsys, "list")[0] == 0
-    (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": "größer 🙂"}, ensure_ascii=False).encode())
+    (tmp_path / "prompts.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps({"prompt": "größer 🙂"}, ensure_ascii=False).encode()
+    )
 
     class Run:
         def continue_all(self, prompts, **how):
@@ -216,7 +239,10 @@ def test_every_command_has_help(capsys, command, word):
 @pytest.mark.report(
     "guildai/guildai#211",
     "mlflow/mlflow#7932",
-    right="`runs` lists every run, also one whose record holds NaN or null or ends in the middle of a line",
+    right=(
+        "`runs` lists every run, also one whose record holds NaN or null or ends in the middle "
+        "of a line"
+    ),
 )
 def test_runs_lists_runs_with_odd_records(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -237,16 +263,29 @@ def test_runs_lists_runs_with_odd_records(tmp_path, monkeypatch, capsys):
     assert code == 0 and all(f"runs/{name}-00000000" in out for name in records)
 
 
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "experiments").glob("*.py"))]
+FILES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "experiments").glob("*.py")),
+]
 VARIABLE = r"""[A-Z]+=(?:"(?:[^"\\]|\\.)*"|'[^']*'|[^\s;,`"'|()]+)"""
 TARGETS = "train|tokens|evaluate|generate|inspect|report|draw|show|sweep|harness"
 
 
 def typed():
-    """(target, variables) of every such `make` command on a page or in the docstring of an experiment."""
+    """(target, variables) of every such `make` command on a page or in the docstring of an
+    experiment."""
     texts = [" ".join(path.read_text(encoding="utf-8").split("\n")) for path in FILES]
-    found = {match for text in texts for match in re.findall(rf"\bmake ({TARGETS})((?: +{VARIABLE})+)", text)}
-    return sorted((target, text) for target, text in found if "$(" not in text.replace("$(ls", "") and "NAME" not in text)
+    found = {
+        match
+        for text in texts
+        for match in re.findall(rf"\bmake ({TARGETS})((?: +{VARIABLE})+)", text)
+    }
+    return sorted(
+        (target, text)
+        for target, text in found
+        if "$(" not in text.replace("$(ls", "") and "NAME" not in text
+    )
 
 
 @pytest.mark.report(
@@ -257,7 +296,9 @@ def typed():
 def test_commands_on_the_pages_are_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = typed()
-    assert len(commands) > 30 and {"train", "generate", "evaluate", "sweep"} <= {target for target, _ in commands}
+    assert len(commands) > 30 and {"train", "generate", "evaluate", "sweep"} <= {
+        target for target, _ in commands
+    }
 
     class Understood(Exception):
         pass
@@ -275,9 +316,16 @@ def test_commands_on_the_pages_are_understood(tmp_path, monkeypatch):
         words = [word for word in words if word not in ("...", "…")]
         try:
             if target in ("train", "tokens", "draw", "show", "sweep"):
-                words = [word for word in words if word.partition("=")[0] not in ("--out", "--runs", "--parallel")]
+                words = [
+                    word
+                    for word in words
+                    if word.partition("=")[0] not in ("--out", "--runs", "--parallel")
+                ]
                 if name in config.available() or name.endswith(".py"):
-                    with contextlib.suppress(arguments.Answered), contextlib.redirect_stdout(io.StringIO()):
+                    with (
+                        contextlib.suppress(arguments.Answered),
+                        contextlib.redirect_stdout(io.StringIO()),
+                    ):
                         read_experiment(name, words)
             elif target in ("evaluate", "generate", "inspect", "harness"):
                 tasks = ["--tasks", variables["TASKS"]] if "TASKS" in variables else []
@@ -331,19 +379,32 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch, capsys):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"type": "Experiment", "name": "e", "steps": 9}')
     assert run(capsys, "runs", "--runs=~/runs")[1].startswith(str(folder))
-    assert arguments.folder_of("~/runs/e-1", "runs").path == arguments.folder_of("e-1", arguments.place("~/runs")).path
+    assert (
+        arguments.folder_of("~/runs/e-1", "runs").path
+        == arguments.folder_of("e-1", arguments.place("~/runs")).path
+    )
     assert arguments.output_file("~/page.html") == str(tmp_path / "home" / "page.html")
 
 
 @pytest.mark.report(
     "huggingface/transformers#27954",
-    right="a folder that is no run does not hide the runs of that name; alone it is refused as what it is",
-    hit="`evaluate reverse` beside a folder reverse/ was refused, and `compare` called two such folders the same experiment",
+    right=(
+        "a folder that is no run does not hide the runs of that name; alone it is refused as "
+        "what it is"
+    ),
+    hit=(
+        "`evaluate reverse` beside a folder reverse/ was refused, and `compare` called two such "
+        "folders the same experiment"
+    ),
 )
 def test_a_folder_of_the_name_hides_no_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").mkdir()
-    for words in (["compare", "quickstart", "quickstart"], ["evaluate", "quickstart"], ["report", "quickstart"]):
+    for words in (
+        ["compare", "quickstart", "quickstart"],
+        ["evaluate", "quickstart"],
+        ["report", "quickstart"],
+    ):
         code, out, err = run(capsys, *words)
         assert code == 2 and out == "" and "quickstart: no run folder, it has no config.json" in err
     folder = tmp_path / "runs" / "quickstart-1"

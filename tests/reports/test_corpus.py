@@ -1,4 +1,5 @@
-"""Corpora: what users of Megatron, datasets, TransformerLens and others reported about files, documents and caches."""
+"""Corpora: what users of Megatron, datasets, TransformerLens and others reported about files,
+documents and caches."""
 
 import gzip
 import json
@@ -58,16 +59,24 @@ def test_paths_with_brackets_are_found(tmp_path):
     (tmp_path / "data [v2]").mkdir()
     for name in ("run[1].txt", "data [v2]/a.txt", "data [v2]/b.txt"):
         (tmp_path / name).write_text(LINE)
-    for number, (name, files) in enumerate((("run[1].txt", 1), ("data [v2]", 2), ("data [v2]/*.txt", 2), ("data*/a.txt", 1))):
+    for number, (name, files) in enumerate(
+        (("run[1].txt", 1), ("data [v2]", 2), ("data [v2]/*.txt", 2), ("data*/a.txt", 1))
+    ):
         found = opened(tmp_path / name, tmp_path / f"cache{number}")
         assert len(tokens_of(found)) == files * (len(LINE) + 1)
 
 
 @pytest.mark.report(
-    "huggingface/datasets#7153", listed="third 30",
-    right="What is no text in UTF-8 is refused by its kind, under bad_rows='skip' too; never read as letters and NULs.",
-    hit="UTF-16 without a mark became 50 % NUL bytes; .csv and .ndjson were read with their markup.",
-)  # fmt: skip
+    "huggingface/datasets#7153",
+    listed="third 30",
+    right=(
+        "What is no text in UTF-8 is refused by its kind, under bad_rows='skip' too; never read "
+        "as letters and NULs."
+    ),
+    hit=(
+        "UTF-16 without a mark became 50 % NUL bytes; .csv and .ndjson were read with their markup."
+    ),
+)
 @pytest.mark.parametrize("policy", ["error", "skip"])
 @pytest.mark.parametrize(
     ("name", "data", "words"),
@@ -92,25 +101,35 @@ def test_what_is_no_utf8_is_refused_by_name(tmp_path, name, data, words, policy)
 
 
 @pytest.mark.report(
-    "google/sentencepiece#331", listed="third 08",
-    right="A mark in front of UTF-8, and a NUL byte here and there, do not make a file unreadable; the mark is no text.",
+    "google/sentencepiece#331",
+    listed="third 08",
+    right=(
+        "A mark in front of UTF-8, and a NUL byte here and there, do not make a file unreadable; "
+        "the mark is no text."
+    ),
     hit="Text() kept the mark as three bytes of the text.",
-)  # fmt: skip
+)
 def test_a_byte_order_mark_is_no_text(tmp_path):
     text = "first line\nsecond \x00 line\n" * 4
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert bytes(tokens_of(opened(tmp_path / "a.txt", tmp_path / "cache"))) == encoded([text])
-    assert bytes(tokens_of(Text(str(tmp_path / "a.txt"), validation_fraction=0.5).open(MODEL))) == text.encode()
+    assert (
+        bytes(tokens_of(Text(str(tmp_path / "a.txt"), validation_fraction=0.5).open(MODEL)))
+        == text.encode()
+    )
     (tmp_path / "b.txt").write_bytes(text.encode("utf-16"))
     with pytest.raises(ConfigError, match=r"b\.txt is UTF-16"):
         Text(str(tmp_path / "b.txt")).open(MODEL)
 
 
 @pytest.mark.report(
-    "open-edge-platform/datumaro#151", "open-edge-platform/anomalib#3058",
-    right="The ending of a file may be in capitals; what is left out of a folder is counted and said.",
+    "open-edge-platform/datumaro#151",
+    "open-edge-platform/anomalib#3058",
+    right=(
+        "The ending of a file may be in capitals; what is left out of a folder is counted and said."
+    ),
     hit="Rows.JSONL and Text.TXT in a folder were left out without a word.",
-)  # fmt: skip
+)
 def test_endings_in_capitals_are_read_and_other_files_are_counted(tmp_path):
     folder = tmp_path / "texts"
     (folder / ".git").mkdir(parents=True)
@@ -133,13 +152,18 @@ def test_endings_in_capitals_are_read_and_other_files_are_counted(tmp_path):
 )  # fmt: skip
 def test_blank_lines_between_rows_are_none(tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"text": "first one"}\n\n  \r\n{"text": "second one"}\n\n')
-    assert bytes(tokens_of(opened(tmp_path / "a.jsonl", tmp_path / "cache"))) == encoded(["first one", "second one"])
+    assert bytes(tokens_of(opened(tmp_path / "a.jsonl", tmp_path / "cache"))) == encoded(
+        ["first one", "second one"]
+    )
 
 
 @pytest.mark.report(
     "wandb/rai-toolkit#82",
-    right="An error in JSONL names the file and the line, counted with blank lines; a row that is no object is refused.",
-)  # fmt: skip
+    right=(
+        "An error in JSONL names the file and the line, counted with blank lines; a row that is "
+        "no object is refused."
+    ),
+)
 @pytest.mark.parametrize("row", ["[]", '"words"', '{"text": ', "7", "null"])
 def test_errors_of_rows_name_file_and_line(tmp_path, row):
     (tmp_path / "a.jsonl").write_text('\n{"text": "a valid row"}\n\n' + row + "\n")
@@ -155,16 +179,23 @@ def test_errors_of_rows_name_file_and_line(tmp_path, row):
     right="An empty document, the first one too, is left out without an error.",
 )  # fmt: skip
 def test_empty_documents_are_left_out(tmp_path):
-    path = write_rows(tmp_path / "a.jsonl", ["", "words of the first", "", "words of the second", ""])
+    path = write_rows(
+        tmp_path / "a.jsonl", ["", "words of the first", "", "words of the second", ""]
+    )
     dataset = opened(path, tmp_path / "cache")
     assert bytes(tokens_of(dataset)) == encoded(["words of the first", "words of the second"])
     assert "2 documents" in dataset.description
 
 
 @pytest.mark.report(
-    "NVIDIA/Megatron-LM#431", "allenai/OLMo-core#843", "EleutherAI/pythia#175",
-    right="Every document ends with the end of text, which is counted with its tokens; no document is lost.",
-)  # fmt: skip
+    "NVIDIA/Megatron-LM#431",
+    "allenai/OLMo-core#843",
+    "EleutherAI/pythia#175",
+    right=(
+        "Every document ends with the end of text, which is counted with its tokens; no document "
+        "is lost."
+    ),
+)
 def test_every_document_ends_with_the_end_of_text(tmp_path):
     texts = ["a" * length for length in (1, 40, 3, 9, 2)]
     folder = tmp_path / "texts"
@@ -176,9 +207,13 @@ def test_every_document_ends_with_the_end_of_text(tmp_path):
 
 
 @pytest.mark.report(
-    "huggingface/transformers#2825", "princeton-nlp/LLM-Shearing#65",
-    right="Ids above 65,535 are kept as they are, in the smallest type that holds the vocabulary and the end of a text.",
-)  # fmt: skip
+    "huggingface/transformers#2825",
+    "princeton-nlp/LLM-Shearing#65",
+    right=(
+        "Ids above 65,535 are kept as they are, in the smallest type that holds the vocabulary "
+        "and the end of a text."
+    ),
+)
 @pytest.mark.parametrize("size", [65_535, 65_536, 70_000])
 def test_large_ids_do_not_wrap(tmp_path, size):
     package = pytest.importorskip("tokenizers")
@@ -187,7 +222,9 @@ def test_large_ids_do_not_wrap(tmp_path, size):
     tokenizer.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text(" ".join(list(words)[1:]))
-    dataset = opened(tmp_path / "a.txt", tmp_path / "cache", tokenizer=str(tmp_path / "tokenizer.json"))
+    dataset = opened(
+        tmp_path / "a.txt", tmp_path / "cache", tokenizer=str(tmp_path / "tokenizer.json")
+    )
     assert tokens_of(dataset).tolist() == [*range(0, size - 1, 997), size - 1]
     assert dataset.vocab_size == size
     assert dataset.train.tokens.dtype.itemsize == (2 if size <= 65_536 else 4)
@@ -195,9 +232,14 @@ def test_large_ids_do_not_wrap(tmp_path, size):
 
 @pytest.mark.report(
     "TransformerLensOrg/TransformerLens#1273",
-    right="The tokens of a long file are those of its text, wherever it is cut into pieces and parts.",
-    hit="A file was cut at any line end after a megabyte, and at any after 128 MB, also within blank lines.",
-)  # fmt: skip
+    right=(
+        "The tokens of a long file are those of its text, wherever it is cut into pieces and parts."
+    ),
+    hit=(
+        "A file was cut at any line end after a megabyte, and at any after 128 MB, also within "
+        "blank lines."
+    ),
+)
 def test_a_file_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
     text = "class A:\n\n\n    def b(self):\n        return 1\n\n\n\n" * 60
@@ -208,7 +250,11 @@ def test_a_file_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "REACH", 24)
     monkeypatch.setattr(text_files, "PIECE", 50)
     monkeypatch.setattr(text_files, "PART", 700)
-    pieces = [piece for group in text_files.group_parts(str(path), tokenizer) for piece in documents_of(group, tokenizer)]
+    pieces = [
+        piece
+        for group in text_files.group_parts(str(path), tokenizer)
+        for piece in documents_of(group, tokenizer)
+    ]
     assert len(pieces) > 20 and sum(ends for *_, ends in pieces) == 1
     tokens = [tokenizer.encode_piece(piece, continues) for piece, continues, _ in pieces]
     whole = tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
@@ -231,7 +277,9 @@ def test_ends_of_documents_are_not_hidden(tmp_path):
     ends = batch["tokens"] == 0xFF
     assert (batch["control_tokens"] == ends).all() and ends.sum() > 40
     model = ModelConfig(257, 1, 8, 1, 4, masks=(masks.full(),))
-    hidden = MaskedTokens(mask_token=256, rate=0.5).hidden(model, jax.tree.map(jax.numpy.asarray, batch), jax.random.key(0))
+    hidden = MaskedTokens(mask_token=256, rate=0.5).hidden(
+        model, jax.tree.map(jax.numpy.asarray, batch), jax.random.key(0)
+    )
     assert not np.asarray(hidden["weights"])[ends].any()
     assert (np.asarray(hidden["tokens"])[ends] == 0xFF).all()
     assert 0.4 < np.mean(np.asarray(hidden["weights"])[~ends] > 0) < 0.6
@@ -242,19 +290,31 @@ def test_ends_of_documents_are_not_hidden(tmp_path):
 
 @pytest.mark.report(
     "cisco/mindmeld#358",
-    right="A cache of tokens belongs to its tokenizer: another one, or another end of text, encodes anew.",
-)  # fmt: skip
+    right=(
+        "A cache of tokens belongs to its tokenizer: another one, or another end of text, "
+        "encodes anew."
+    ),
+)
 def test_the_cache_follows_the_tokenizer(tmp_path):
     package = pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text(LINE * 3)
     found = []
-    for number, words in enumerate((["</s>", "<s>", *LINE.split()], ["<s>", "</s>", *LINE.split()])):
-        model = package.models.WordLevel({word: place for place, word in enumerate(dict.fromkeys(words))})
+    for number, words in enumerate(
+        (["</s>", "<s>", *LINE.split()], ["<s>", "</s>", *LINE.split()])
+    ):
+        model = package.models.WordLevel(
+            {word: place for place, word in enumerate(dict.fromkeys(words))}
+        )
         tokenizer = package.Tokenizer(model)
         tokenizer.pre_tokenizer = package.pre_tokenizers.WhitespaceSplit()
         tokenizer.save(str(tmp_path / f"{number}.json"))
         for end in (None, "<s>"):
-            dataset = opened(tmp_path / "a.txt", tmp_path / "cache", tokenizer=f"{tmp_path}/{number}.json", end_of_text=end)
+            dataset = opened(
+                tmp_path / "a.txt",
+                tmp_path / "cache",
+                tokenizer=f"{tmp_path}/{number}.json",
+                end_of_text=end,
+            )
             found.append((int(tokens_of(dataset)[-1]), dataset.digest))
     assert [last for last, _ in found] == [0, 1, 1, 0]
     assert len({digest for _, digest in found}) == 4
@@ -290,9 +350,16 @@ class Changing:
 @pytest.mark.report(
     "LoicGrobol/zeldarose#111",
     listed="third 09",
-    right="What is read through the cache is what is read without one, after any change of text, field or cache.",
+    right=(
+        "What is read through the cache is what is read without one, after any change of text, "
+        "field or cache."
+    ),
 )
-@given(st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from(["text", "body"])), max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from(["text", "body"])), max_size=4
+    )
+)
 @example([("as long", "text"), ("as long", "body"), ("cut", "body"), ("as before", "text")])
 @settings(max_examples=6, deadline=None)
 def test_a_cache_changes_no_token(tmp_path_factory, changes):
@@ -345,16 +412,22 @@ def test_a_cache_below_a_file_is_one_line(tmp_path):
 
 
 def opened_by(kind, path, cache):
-    """Each kind of data from a path: rows with a text, its label, and its translation; or images."""
+    """Each kind of data from a path: rows with a text, its label, and its translation; or
+    images."""
     model = ModelConfig(256, 1, 8, 1, 24, heads=(Classification(2),))
     if kind == "images":
         return Images(train=path, validation=path, image=(2, 2)).open(model)
     if kind == "labelled":
         return Labelled(train=path, validation=path).open(model)
     if kind == "pairs":
-        return Pairs(train=path, validation=path, source="text", target="answer", tokenizer="bytes", vocab_size=None).open(
-            model
-        )
+        return Pairs(
+            train=path,
+            validation=path,
+            source="text",
+            target="answer",
+            tokenizer="bytes",
+            vocab_size=None,
+        ).open(model)
     return Corpus(path, validation=path, cache=cache, jobs=1).open(model)
 
 
@@ -364,9 +437,14 @@ def opened_by(kind, path, cache):
     hit="Text alone took one; the others ended in 'PosixPath has no attribute startswith'.",
 )  # fmt: skip
 @pytest.mark.report(
-    "tensorflow/tensorflow#44264", "cloudmarker/cloudmarker#17", right="~ is the home folder in every kind of data.",
-    hit="Text and Corpus knew it; pairs, labelled texts, images and a saved tokenizer were not found.",
-)  # fmt: skip
+    "tensorflow/tensorflow#44264",
+    "cloudmarker/cloudmarker#17",
+    right="~ is the home folder in every kind of data.",
+    hit=(
+        "Text and Corpus knew it; pairs, labelled texts, images and a saved tokenizer were not "
+        "found."
+    ),
+)
 @pytest.mark.parametrize("kind", ["corpus", "pairs", "labelled", "images"])
 def test_every_kind_of_path_is_a_path(as_users_call, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -376,11 +454,18 @@ def test_every_kind_of_path_is_a_path(as_users_call, kind, tmp_path, monkeypatch
     else:
         rows = [{"text": f"text {i}", "answer": "yes", "label": i % 2} for i in range(4)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    digests = [opened_by(kind, one, tmp_path / "cache").digest for one in (str(path), path, f"~/{path.name}")]
+    digests = [
+        opened_by(kind, one, tmp_path / "cache").digest
+        for one in (str(path), path, f"~/{path.name}")
+    ]
     assert len(set(digests)) == 1
 
 
-@pytest.mark.report("trustedsec/ptf#295", right="~ is the home folder in the path of a saved tokenizer.", hit="Not found.")
+@pytest.mark.report(
+    "trustedsec/ptf#295",
+    right="~ is the home folder in the path of a saved tokenizer.",
+    hit="Not found.",
+)
 def test_the_home_folder_of_a_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     tokenizers.Bytes().save(tmp_path / "tokenizer.json")
@@ -395,7 +480,10 @@ def test_the_home_folder_of_a_tokenizer(tmp_path, monkeypatch):
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_list_in_a_json_file_is_named(tmp_path, indent):
     (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=indent))
-    with pytest.raises(ConfigError, match=r"a\.json:1: (a JSON list|JSON over several lines); each line must hold one row"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a\.json:1: (a JSON list|JSON over several lines); each line must hold one row",
+    ):
         opened(tmp_path / "a.json", tmp_path / "cache")
 
 
@@ -416,14 +504,20 @@ def test_a_name_with_a_dot_is_a_name(tmp_path):
 
 
 @pytest.mark.report(
-    "mindsdb/mindshub#611", right="The same holds for the columns of Parquet.", hit="All columns were read, and none found."
+    "mindsdb/mindshub#611",
+    right="The same holds for the columns of Parquet.",
+    hit="All columns were read, and none found.",
 )
 def test_a_column_with_a_dot_is_a_column(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    parquet.write_table(arrow.table({"title.text": ["first"], "other": [1]}), tmp_path / "a.parquet")
-    ((_, values),) = records.records(str(tmp_path / "a.parquet"), ["title.text", "other"], records.Problems())
+    parquet.write_table(
+        arrow.table({"title.text": ["first"], "other": [1]}), tmp_path / "a.parquet"
+    )
+    ((_, values),) = records.records(
+        str(tmp_path / "a.parquet"), ["title.text", "other"], records.Problems()
+    )
     assert values == ["first", 1]
 
 

@@ -15,7 +15,10 @@ SENTINEL, END = 5000, 1
 @pytest.mark.report(
     "huggingface/transformers#21803",
     listed="third 25",
-    right="Words are hidden whole: 15 %; of their tokens 80 % are the mask, 10 % any token, 10 % as they were.",
+    right=(
+        "Words are hidden whole: 15 %; of their tokens 80 % are the mask, 10 % any token, 10 % "
+        "as they were."
+    ),
 )
 def test_shares_of_hidden_tokens():
     rng = np.random.default_rng(0)
@@ -50,10 +53,13 @@ def joined(source, target):
     "google-research/text-to-text-transfer-transformer#905",
     "huggingface/transformers#22246",
     listed="third 25",
-    right="Source and target together are the text, for any length. As in T5's code spans begin behind"
+    right="Source and target together are the text, for any length. As in T5's code spans begin "
+    "behind"
     " the first token and end with the last, and the docstring says so.",
 )
-@pytest.mark.parametrize(("length", "rate", "mean_span"), [(2, 0.15, 3.0), (3, 0.55, 1.0), (32, 0.3, 2.0)])
+@pytest.mark.parametrize(
+    ("length", "rate", "mean_span"), [(2, 0.15, 3.0), (3, 0.55, 1.0), (32, 0.3, 2.0)]
+)
 def test_spans_and_the_rest_are_the_text(length, rate, mean_span):
     tokens = np.arange(100, 100 + length) + np.zeros((300, 1), int)
     corrupt = lambda tokens: corrupt_spans(KEY, tokens, SENTINEL, END, rate, mean_span)

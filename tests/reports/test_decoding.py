@@ -1,4 +1,5 @@
-"""Generation, sampling, filters, streaming and stop tokens: what users of other projects reported."""
+"""Generation, sampling, filters, streaming and stop tokens: what users of other projects
+reported."""
 
 from dataclasses import replace
 from functools import cache
@@ -16,7 +17,17 @@ from jaxformer.data.corpus import Corpus
 from jaxformer.data.mixing import Mixed
 from jaxformer.data.sources import Question
 from jaxformer.data.tokenizers import BPE
-from jaxformer.decoding import Beams, Draft, Lookup, Sampling, contrast, generate, score, search, speculate
+from jaxformer.decoding import (
+    Beams,
+    Draft,
+    Lookup,
+    Sampling,
+    contrast,
+    generate,
+    score,
+    search,
+    speculate,
+)
 from jaxformer.decoding.filters import (
     BadWords,
     ForcedPrefix,
@@ -32,7 +43,13 @@ from jaxformer.decoding.filters import (
 from jaxformer.decoding.generate import as_filters, as_key
 from jaxformer.decoding.sampling import draw
 from jaxformer.errors import ConfigError
-from jaxformer.evaluation.generation import Generated, answers, as_strings, before_stop, continuation
+from jaxformer.evaluation.generation import (
+    Generated,
+    answers,
+    as_strings,
+    before_stop,
+    continuation,
+)
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.models import Alibi, AttentionPositions, Mixture, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import Rope
@@ -41,7 +58,9 @@ from jaxformer.runs.run_folder import RunFolder
 from jaxformer.training.experiment import Experiment, Sample
 
 V = 7
-TINY = ModelConfig(vocab_size=V, num_layers=1, d_model=8, num_heads=2, context_length=32, init_std=0.5)
+TINY = ModelConfig(
+    vocab_size=V, num_layers=1, d_model=8, num_heads=2, context_length=32, init_std=0.5
+)
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -66,10 +85,14 @@ def kept(some_filter, probabilities):
 )  # fmt: skip
 @pytest.mark.thorough
 def test_a_text_ends_where_filters_leave_no_token():
-    """The texts are permutations of the tokens that the prompt does not have; then nothing may follow."""
+    """The texts are permutations of the tokens that the prompt does not have; then nothing may
+    follow."""
     once, prompt = [NoRepeatNgram(1)], [0, 1, 0]
     (greedy,) = generate(TINY, params(), [prompt], 12, sampling=GREEDY, filters=once)
-    beams = [text.tokens for text in search(TINY, params(), [prompt], 12, beams=Beams(3, 3), filters=once)[0]]
+    beams = [
+        text.tokens
+        for text in search(TINY, params(), [prompt], 12, beams=Beams(3, 3), filters=once)[0]
+    ]
     assert len(beams) == 3
     for text in (greedy, *beams):
         assert sorted(text) == [2, 3, 4, 5, 6]
@@ -80,11 +103,15 @@ def test_a_text_ends_where_filters_leave_no_token():
 @pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#47511",
-    right="contrastive and speculative decoding, too, end a text where every token is banned, and its neighbours go on",
+    right=(
+        "contrastive and speculative decoding, too, end a text where every token is banned, and "
+        "its neighbours go on"
+    ),
 )
 @pytest.mark.parametrize("way", ["contrast", "lookup", "draft"])
 def test_other_ways_of_decoding_end_where_every_token_is_banned(way):
-    """Once each: the first text has used all tokens but 3, 4 and the second none but 1. None is left to a text of all seven."""
+    """Once each: the first text has used all tokens but 3, 4 and the second none but 1. None is
+    left to a text of all seven."""
     prompts, filters = [[0, 1, 2, 5, 6], [1], [0, 1, 2, 3, 4, 5, 6]], [NoRepeatNgram(1)]
     expected = generate(TINY, params(), prompts, 9, sampling=GREEDY, filters=filters)
     assert [len(tokens) for tokens in expected] == [2, 6, 0]
@@ -92,15 +119,21 @@ def test_other_ways_of_decoding_end_where_every_token_is_banned(way):
         found = contrast(TINY, params(), prompts, 9, k=3, alpha=0.0, filters=filters)
     else:
         draft = Lookup() if way == "lookup" else Draft(TINY, params())
-        found = speculate(TINY, params(), prompts, 9, draft=draft, sampling=GREEDY, filters=filters).tokens
+        found = speculate(
+            TINY, params(), prompts, 9, draft=draft, sampling=GREEDY, filters=filters
+        ).tokens
     assert found == expected
 
 
 @pytest.mark.report(
-    "JustVugg/colibri#369", "OpenRLHF/OpenRLHF#1165",
+    "JustVugg/colibri#369",
+    "OpenRLHF/OpenRLHF#1165",
     right="logits that are not numbers are an error, not a text",
-    hit="a model of NaN wrote the last token of the vocabulary for ever, beams found no text, both in silence",
-)  # fmt: skip
+    hit=(
+        "a model of NaN wrote the last token of the vocabulary for ever, beams found no text, "
+        "both in silence"
+    ),
+)
 def test_a_model_whose_logits_are_not_numbers_writes_no_text():
     broken = jax.tree.map(lambda x: x * jnp.nan, params())
     with pytest.raises(ConfigError, match="NaN"):
@@ -111,12 +144,16 @@ def test_a_model_whose_logits_are_not_numbers_writes_no_text():
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "abisee/pointer-generator#6", right="an empty list of texts gives an empty answer, no crash", listed="second 45",
+    "abisee/pointer-generator#6",
+    right="an empty list of texts gives an empty answer, no crash",
+    listed="second 45",
     hit="IndexError at the end of training",
-)  # fmt: skip
+)
 def test_a_list_of_texts_may_be_empty(monkeypatch):
     tokenizer = SimpleNamespace(end_of_text=V - 1, decode=lambda tokens: "".join(map(str, tokens)))
-    dataset = SimpleNamespace(validation=SimpleNamespace(questions=[Question([1, 2], "x")]), tokenizer=tokenizer)
+    dataset = SimpleNamespace(
+        validation=SimpleNamespace(questions=[Question([1, 2], "x")]), tokenizer=tokenizer
+    )
     scored = Evaluation(TINY, params(), dataset, lambda: iter(()), "float32", 0)
     as_it_is = lambda answers, references: {"answer": answers[0]}
     how = Beams(2, length_penalty=-60.0)  # the scores of long texts are beyond float32
@@ -125,7 +162,9 @@ def test_a_list_of_texts_may_be_empty(monkeypatch):
     monkeypatch.setattr("jaxformer.evaluation.generation.search", lambda *_, **options: [[]])
     assert Generated((as_it_is,), how=how)(scored) == {"answer": ""}
     monkeypatch.setattr(runs, "ask", lambda *_: Question([1, 2], ""))
-    experiment = Experiment(name="x", model=TINY, data=Corpus("nowhere"), sample=Sample("1", sampling=how))
+    experiment = Experiment(
+        name="x", model=TINY, data=Corpus("nowhere"), sample=Sample("1", sampling=how)
+    )
     assert runs.sample_text(experiment, params(), dataset) == "1"
 
 
@@ -140,9 +179,13 @@ def test_a_list_of_texts_may_be_empty(monkeypatch):
 )  # fmt: skip
 def test_top_p_adds_no_token_where_p_is_reached_exactly():
     cases = [
-        (0.8, [0.3, 0.1, 0.1, 0.5], [0, 3]), (0.6, [0.2] * 5, [0, 1, 2]), (0.3, [0.1] * 10, [0, 1, 2]),
-        (0.7, [0.4, 0.3, 0.2, 0.1], [0, 1]), (0.95, [0.9, 0.05, 0.05], [0, 1]), (0.9, [0.5, 0.2, 0.2, 0.1], [0, 1, 2]),
-    ]  # fmt: skip
+        (0.8, [0.3, 0.1, 0.1, 0.5], [0, 3]),
+        (0.6, [0.2] * 5, [0, 1, 2]),
+        (0.3, [0.1] * 10, [0, 1, 2]),
+        (0.7, [0.4, 0.3, 0.2, 0.1], [0, 1]),
+        (0.95, [0.9, 0.05, 0.05], [0, 1]),
+        (0.9, [0.5, 0.2, 0.2, 0.1], [0, 1, 2]),
+    ]
     for p, probabilities, expected in cases:
         assert kept(TopP(p), probabilities) == expected, (p, probabilities)
     assert kept(TopP(1.0), [1.0, 1e-9, 1e-30]) == [0, 1, 2]
@@ -226,7 +269,10 @@ def test_filters_in_a_row_leave_the_likeliest_token():
         assert np.flatnonzero(np.isfinite(left[0])).tolist() == [int(jnp.argmax(logits))]
 
 
-@pytest.mark.report("google-deepmind/simply#42", right="top-p of 0 is refused by name, it does not empty the vocabulary")
+@pytest.mark.report(
+    "google-deepmind/simply#42",
+    right="top-p of 0 is refused by name, it does not empty the vocabulary",
+)
 def test_a_share_of_nothing_is_refused():
     for wrong in (0.0, -0.1, 1.5, float("nan")):
         with pytest.raises(ConfigError, match="TopP"):
@@ -236,16 +282,23 @@ def test_a_share_of_nothing_is_refused():
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "NVIDIA/TensorRT-LLM#1590", "microsoft/onnxruntime-genai#1363", right="a token that a filter removed is never drawn"
-)  # fmt: skip
+    "NVIDIA/TensorRT-LLM#1590",
+    "microsoft/onnxruntime-genai#1363",
+    right="a token that a filter removed is never drawn",
+)
 def test_removed_tokens_are_never_drawn():
     rng = np.random.default_rng(0)
-    logits = jnp.asarray(np.where(rng.random((64, 700)) < 0.98, -np.inf, 30 * rng.normal(size=(64, 700))), jnp.float32)
+    logits = jnp.asarray(
+        np.where(rng.random((64, 700)) < 0.98, -np.inf, 30 * rng.normal(size=(64, 700))),
+        jnp.float32,
+    )
     logits = logits.at[:, 699].set(-jnp.inf).at[:, 5].set(0.0)
     drawn = jax.jit(draw)
     for seed in range(20):
         tokens = drawn(logits, jax.random.split(jax.random.key(seed), 64), 1.0)
-        assert np.isfinite(np.take_along_axis(np.asarray(logits), np.asarray(tokens)[:, None], axis=1)).all()
+        assert np.isfinite(
+            np.take_along_axis(np.asarray(logits), np.asarray(tokens)[:, None], axis=1)
+        ).all()
 
 
 @pytest.mark.report(
@@ -284,9 +337,16 @@ def character_tokenizer(text, byte_fallback=False):
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE as Pairs
 
-    names = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256) if byte_fallback), *sorted(set(text))]
+    names = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256) if byte_fallback),
+        *sorted(set(text)),
+    ]
     vocabulary = {name: i for i, name in enumerate(names)}
-    tokenizer = Tokenizer(Pairs(vocab=vocabulary, merges=[], byte_fallback=byte_fallback, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        Pairs(vocab=vocabulary, merges=[], byte_fallback=byte_fallback, unk_token="<unk>")
+    )
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens(["</s>", "<|turn|>"])
     return BPE(tokenizer.to_str())
@@ -294,14 +354,19 @@ def character_tokenizer(text, byte_fallback=False):
 
 @pytest.fixture
 def run_that_says(monkeypatch):
-    """A run without files, whose model says these tokens; the run's list `asked` has the options of each call."""
+    """A run without files, whose model says these tokens; the run's list `asked` has the options of
+    each call."""
 
     def make(tokenizer, answer, data=None):
         model = replace(TINY, vocab_size=tokenizer.vocab_size, context_length=256)
-        experiment = Experiment(name="x", model=model, data=Corpus("nowhere") if data is None else data)
+        experiment = Experiment(
+            name="x", model=model, data=Corpus("nowhere") if data is None else data
+        )
         opened = runs.Run(RunFolder(epath.Path("nowhere")), experiment)
         recipe, asked = SimpleNamespace(weights=lambda tree: tree), []
-        opened.__dict__.update(tokenizer=tokenizer, mesh=None, checkpoint=(0, None, {}), recipe=recipe, asked=asked)
+        opened.__dict__.update(
+            tokenizer=tokenizer, mesh=None, checkpoint=(0, None, {}), recipe=recipe, asked=asked
+        )
 
         def stream(_config, _params, prompt, _room, stop=None, **options):
             asked.append(options | {"prompt": prompt})
@@ -320,9 +385,15 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz ."
 
 
 @pytest.mark.report(
-    "Blaizzy/mlx-vlm#1076", "mlc-ai/mlc-llm#1397", right="streamed text is the text at once", listed="first 03",
-    hit="an emoji of four byte tokens came out as replacement characters, and the text after it was lost",
-)  # fmt: skip
+    "Blaizzy/mlx-vlm#1076",
+    "mlc-ai/mlc-llm#1397",
+    right="streamed text is the text at once",
+    listed="first 03",
+    hit=(
+        "an emoji of four byte tokens came out as replacement characters, and the text after it "
+        "was lost"
+    ),
+)
 def test_streamed_bytes_are_the_text_at_once(run_that_says):
     """Also where the bytes end as no character, which turns those before them into U+FFFD, too."""
     tokenizer = character_tokenizer(LETTERS, byte_fallback=True)
@@ -337,23 +408,32 @@ def test_streamed_bytes_are_the_text_at_once(run_that_says):
 
 
 @pytest.mark.report(
-    "SharpAI/SwiftLM#126", "vllm-project/vllm#3574", right="no part of a stop string is shown, wherever its tokens end",
+    "SharpAI/SwiftLM#126",
+    "vllm-project/vllm#3574",
+    right="no part of a stop string is shown, wherever its tokens end",
     hit="the first letter of a stop string was shown where its next character came in byte tokens",
-)  # fmt: skip
+)
 def test_no_part_of_a_stop_string_is_streamed(run_that_says):
     tokenizer = character_tokenizer(LETTERS, byte_fallback=True)
     for text, stop, wanted in (
-        ("abc\U0001f600 more", "c\U0001f600", "ab"), ("the own fox", "own fox", "the "), ("one. two. three", ". t", "one"),
-        ("ab ab abc", "abc", "ab ab "), ("never", "z", "never"), ("ends with a", "ab", "ends with a"),
-    ):  # fmt: skip
+        ("abc\U0001f600 more", "c\U0001f600", "ab"),
+        ("the own fox", "own fox", "the "),
+        ("one. two. three", ". t", "one"),
+        ("ab ab abc", "abc", "ab ab "),
+        ("never", "z", "never"),
+        ("ends with a", "ab", "ends with a"),
+    ):
         pieces = list(run_that_says(tokenizer, tokenizer.encode(text)).stream("say", stop=[stop]))
         assert "".join(pieces) == wanted
 
 
 @pytest.mark.report(
-    "Lightning-AI/litgpt#812", "google/tunix#592", right="a text ends with the token that ends a document", listed="first 21",
+    "Lightning-AI/litgpt#812",
+    "google/tunix#592",
+    right="a text ends with the token that ends a document",
+    listed="first 21",
     hit="`generate` of a run on documents wrote that token and another document",
-)  # fmt: skip
+)
 def test_generation_of_a_corpus_stops_at_the_end_of_a_document(run_that_says):
     tokenizer = character_tokenizer(LETTERS)
     for data in (Corpus("nowhere"), Mixed(((0.5, Corpus("one")), (0.5, Corpus("two"))))):
@@ -364,9 +444,11 @@ def test_generation_of_a_corpus_stops_at_the_end_of_a_document(run_that_says):
 
 
 @pytest.mark.report(
-    "SciSharp/LLamaSharp#1112", right="an option reads control tokens of a prompt; by default they are text", listed="first 23",
+    "SciSharp/LLamaSharp#1112",
+    right="an option reads control tokens of a prompt; by default they are text",
+    listed="first 23",
     hit="there was no option: <|im_start|> became ordinary pieces",
-)  # fmt: skip
+)
 def test_control_tokens_of_a_prompt_are_read_where_they_are_asked_for(run_that_says):
     tokenizer = character_tokenizer(LETTERS + "<|>")
     opened = run_that_says(tokenizer, [])
@@ -380,9 +462,11 @@ def test_control_tokens_of_a_prompt_are_read_where_they_are_asked_for(run_that_s
 
 
 @pytest.mark.report(
-    "ggml-org/llama.cpp#1362", "ggml-org/llama.cpp#1173", right="a stop string of the command line may name a line end",
+    "ggml-org/llama.cpp#1362",
+    "ggml-org/llama.cpp#1173",
+    right="a stop string of the command line may name a line end",
     hit="--stop '\\n' was a backslash and an n, and stopped nothing",
-)  # fmt: skip
+)
 def test_escapes_of_the_command_line():
     assert unescaped(r"\n\n") == "\n\n" and unescaped("\n") == "\n"
     assert unescaped(r"a\tb\\n\d") == "a\tb\\n\\d"
@@ -390,11 +474,14 @@ def test_escapes_of_the_command_line():
 
 
 @pytest.mark.report(
-    "wbolster/jsonlines#68", right="a file of prompts may begin with a byte order mark, as files of data may",
+    "wbolster/jsonlines#68",
+    right="a file of prompts may begin with a byte order mark, as files of data may",
     hit="`generate --prompts` refused it",
-)  # fmt: skip
+)
 def test_a_file_of_prompts_may_begin_with_a_byte_order_mark(tmp_path):
-    asked = SimpleNamespace(continue_all=lambda prompts, **_: [[prompt.upper()] for prompt in prompts])
+    asked = SimpleNamespace(
+        continue_all=lambda prompts, **_: [[prompt.upper()] for prompt in prompts]
+    )
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     for start in (b"", b"\xef\xbb\xbf"):
         source.write_bytes(start + '{"prompt": "é"}\n'.encode())
@@ -406,49 +493,79 @@ def test_a_file_of_prompts_may_begin_with_a_byte_order_mark(tmp_path):
 
 
 @pytest.mark.report(
-    "verl-project/verl#772", "PaddlePaddle/FastDeploy#3944",
-    right="prompts may be arrays, with rows of equal length or a list of them, in every kind of decoding",
-    hit="an array of prompts ended in 'the truth value of an array is ambiguous', as did 8 stop tokens of NumPy",
-)  # fmt: skip
+    "verl-project/verl#772",
+    "PaddlePaddle/FastDeploy#3944",
+    right=(
+        "prompts may be arrays, with rows of equal length or a list of them, in every kind of "
+        "decoding"
+    ),
+    hit=(
+        "an array of prompts ended in 'the truth value of an array is ambiguous', as did 8 stop "
+        "tokens of NumPy"
+    ),
+)
 @pytest.mark.parametrize("array", [np.array, jnp.array])
 def test_prompts_and_stop_tokens_may_be_arrays(as_users_call, array):
     prompts, stops = [[1, 2], [3, 4]], [5]
     lists = generate(TINY, params(), prompts, 4, sampling=GREEDY, stop_tokens=stops)
     for same in (array(prompts), [array(prompt) for prompt in prompts]):
         assert generate(TINY, params(), same, 4, sampling=GREEDY, stop_tokens=array(stops)) == lists
-        with pytest.raises(ConfigError, match="stop_tokens: 9 is outside"):  # as many as compile nothing new
+        with pytest.raises(
+            ConfigError, match="stop_tokens: 9 is outside"
+        ):  # as many as compile nothing new
             generate(TINY, params(), same, 4, stop_tokens=array([1, 2, 3, 4, 5, 6, 0, 9]))
-    assert generate(TINY, params(), array(prompts), np.array([4, 4]), sampling=GREEDY, stop_tokens=array(stops)) == lists
+    assert (
+        generate(
+            TINY,
+            params(),
+            array(prompts),
+            np.array([4, 4]),
+            sampling=GREEDY,
+            stop_tokens=array(stops),
+        )
+        == lists
+    )
 
 
 @pytest.mark.report(
-    "PaddlePaddle/FastDeploy#3944", right="beams, contrastive search, speculation and scores take arrays, too",
+    "PaddlePaddle/FastDeploy#3944",
+    right="beams, contrastive search, speculation and scores take arrays, too",
     hit="the same ValueError, and a set of JAX's arrays is none",
-)  # fmt: skip
+)
 @pytest.mark.thorough
 def test_every_kind_of_decoding_takes_arrays(as_users_call):
     prompts, stops = [[1, 2], [3, 4]], jnp.array([5])
     for function in (
         lambda p: search(TINY, params(), p, 3, stop_tokens=stops, beams=Beams(2)),
         lambda p: contrast(TINY, params(), p, [3, 2], stop_tokens=stops),
-        lambda p: speculate(TINY, params(), p, [3, 2], draft=Lookup(), stop_tokens=stops, sampling=GREEDY).tokens,
+        lambda p: (
+            speculate(
+                TINY, params(), p, [3, 2], draft=Lookup(), stop_tokens=stops, sampling=GREEDY
+            ).tokens
+        ),
         lambda p: score(TINY, params(), p, p),
     ):
         assert function(np.array(prompts)) == function(prompts)
 
 
 @pytest.mark.report(
-    "vllm-project/vllm#342", "ml-explore/mlx-lm#1689",
+    "vllm-project/vllm#342",
+    "ml-explore/mlx-lm#1689",
     right="one text in place of a list, no texts, rows=0 and too few limits are refused by name",
-    hit="search, contrast and speculate took the length of a number; score of nothing ended in min() of nothing",
-)  # fmt: skip
+    hit=(
+        "search, contrast and speculate took the length of a number; score of nothing ended in "
+        "min() of nothing"
+    ),
+)
 @pytest.mark.parametrize("function", ["generate", "search", "contrast", "speculate", "score"])
 def test_what_is_no_list_of_texts_is_refused(as_users_call, function):
     calls = {
         "generate": lambda p, max_tokens=3, **more: generate(TINY, params(), p, max_tokens, **more),
         "search": lambda p, max_tokens=3, **more: search(TINY, params(), p, max_tokens, **more),
         "contrast": lambda p, max_tokens=3, **more: contrast(TINY, params(), p, max_tokens, **more),
-        "speculate": lambda p, max_tokens=3, **more: speculate(TINY, params(), p, max_tokens, draft=Lookup(), **more),
+        "speculate": lambda p, max_tokens=3, **more: speculate(
+            TINY, params(), p, max_tokens, draft=Lookup(), **more
+        ),
         "score": lambda p, **more: score(TINY, params(), p, p, **more),
     }
     call = calls[function]
@@ -467,9 +584,11 @@ def test_what_is_no_list_of_texts_is_refused(as_users_call, function):
 
 
 @pytest.mark.report(
-    "blackjax-devs/blackjax#703", "gchq/coreax#331", right="a key of the old kind is a key; a number is refused by name",
+    "blackjax-devs/blackjax#703",
+    "gchq/coreax#331",
+    right="a key of the old kind is a key; a number is refused by name",
     hit="speculate could not broadcast an old key, and a number as key was a TypeError of JAX",
-)  # fmt: skip
+)
 def test_keys_of_both_kinds(as_users_call):
     old, new = jax.random.PRNGKey(3), jax.random.key(3)
     assert (jax.random.key_data(as_key(old)) == jax.random.key_data(new)).all()
@@ -480,32 +599,48 @@ def test_keys_of_both_kinds(as_users_call):
         (np.zeros(2), r"float64\[2\]"),
         (np.int64(3), r"int64\[\]"),
     ):
-        with pytest.raises(ConfigError, match=f"key={'.*' if shown[0] == chr(92) else ''}{shown}: expected one key"):
+        with pytest.raises(
+            ConfigError, match=f"key={'.*' if shown[0] == chr(92) else ''}{shown}: expected one key"
+        ):
             as_key(wrong)
 
 
 @pytest.mark.report(
-    "vllm-project/vllm#16529", right="a filter that names a token outside the vocabulary is refused",
+    "vllm-project/vllm#16529",
+    right="a filter that names a token outside the vocabulary is refused",
     hit="LogitBias left it out in silence, and ForcedPrefix ended the text at once",
-)  # fmt: skip
+)
 def test_filters_name_tokens_of_the_model(as_users_call):
-    for wrong in (LogitBias({1: 2.0, V: -1.0}), ForcedPrefix([1, V]), ForcedPrefix(np.array([[V + 5]]))):
-        with pytest.raises(ConfigError, match=f"filters: number 2: token .* is outside the vocabulary of {V}"):
+    for wrong in (
+        LogitBias({1: 2.0, V: -1.0}),
+        ForcedPrefix([1, V]),
+        ForcedPrefix(np.array([[V + 5]])),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"filters: number 2: token .* is outside the vocabulary of {V}"
+        ):
             generate(TINY, params(), [[1]], 2, filters=[TopK(3), wrong])
     for right in (LogitBias({V - 1: 9.0}), LogitBias(np.zeros(V)), ForcedPrefix([-1, V - 1])):
         as_filters([right], SimpleNamespace(config=TINY, cache_length=16))
 
 
 @pytest.mark.report(
-    "triton-inference-server/tensorrtllm_backend#473", "predibase/lorax#474",
+    "triton-inference-server/tensorrtllm_backend#473",
+    "predibase/lorax#474",
     right="more tokens ahead than a text may have are no error: the draft proposes what fits",
-    hit="ahead=16 for a short text was 'rows of 17 tokens do not fit a cache', of a function that nobody called",
-)  # fmt: skip
+    hit=(
+        "ahead=16 for a short text was 'rows of 17 tokens do not fit a cache', of a function "
+        "that nobody called"
+    ),
+)
 @pytest.mark.thorough
 def test_a_draft_may_look_further_than_the_text_goes():
     plain = generate(TINY, params(), [[1, 2, 1]], 5, sampling=GREEDY)
     for draft in (Lookup(), Draft(TINY, params())):
-        assert speculate(TINY, params(), [[1, 2, 1]], 5, draft=draft, ahead=40, sampling=GREEDY).tokens == plain
+        assert (
+            speculate(TINY, params(), [[1, 2, 1]], 5, draft=draft, ahead=40, sampling=GREEDY).tokens
+            == plain
+        )
 
 
 @pytest.mark.report(
@@ -514,10 +649,14 @@ def test_a_draft_may_look_further_than_the_text_goes():
 )  # fmt: skip
 def test_one_stop_string_is_no_list_of_letters(monkeypatch):
     assert as_strings("END") == ["END"] and as_strings(["E", "D"]) == ["E", "D"]
-    monkeypatch.setattr("jaxformer.evaluation.generation.generate", lambda *_, **__: [[*b"THE DOG END"]])
+    monkeypatch.setattr(
+        "jaxformer.evaluation.generation.generate", lambda *_, **__: [[*b"THE DOG END"]]
+    )
     asked = [Question([0], "")]
     for stop, text in (("END", "THE DOG "), (["E"], "TH"), ((), "THE DOG END")):
-        assert answers(TINY, None, asked, SimpleNamespace(decode=written), 16, GREEDY, stop=stop) == [[text]]
+        assert answers(
+            TINY, None, asked, SimpleNamespace(decode=written), 16, GREEDY, stop=stop
+        ) == [[text]]
 
 
 def written(tokens):
@@ -537,7 +676,10 @@ class Favours:
 
 @pytest.mark.report(
     "huggingface/text-generation-inference#3186",
-    right="a filter says itself which tokens it makes likely, and one outside the vocabulary is refused before any work",
+    right=(
+        "a filter says itself which tokens it makes likely, and one outside the vocabulary is "
+        "refused before any work"
+    ),
     hit="two filters were known by their names, so a filter of the user's could not say it",
 )
 def test_a_filter_says_which_tokens_it_names(as_users_call):
@@ -545,15 +687,28 @@ def test_a_filter_says_which_tokens_it_names(as_users_call):
     for number in (Favours(), LogitBias({V: 1.0}), ForcedPrefix([1, V])):
         with pytest.raises(ConfigError, match=r"number 1: token \d is outside the vocabulary of 7"):
             as_filters((number,), model)
-    right = LogitBias({V - 1: 1.0}), LogitBias(np.zeros(V)), ForcedPrefix([1, -1]), lambda logits, _: logits
+    right = (
+        LogitBias({V - 1: 1.0}),
+        LogitBias(np.zeros(V)),
+        ForcedPrefix([1, -1]),
+        lambda logits, _: logits,
+    )
     assert len(as_filters(right, model)) == 4
 
 
 @pytest.mark.report(
-    "huggingface/text-generation-inference#1254", "mzau/mlx-knife#68", "LostRuins/koboldcpp#1031", "NovaSky-AI/SkyRL#778",
-    right="what may become a stop string waits, comes when it does not, and a text ends before the string inside a token",
-)  # fmt: skip
-@pytest.mark.parametrize("text", ["say pleas", "<|im_start|>", "a <|im_end|> b", "x<|im<|im_end|>", "<|im_end"])
+    "huggingface/text-generation-inference#1254",
+    "mzau/mlx-knife#68",
+    "LostRuins/koboldcpp#1031",
+    "NovaSky-AI/SkyRL#778",
+    right=(
+        "what may become a stop string waits, comes when it does not, and a text ends before the "
+        "string inside a token"
+    ),
+)
+@pytest.mark.parametrize(
+    "text", ["say pleas", "<|im_start|>", "a <|im_end|> b", "x<|im<|im_end|>", "<|im_end"]
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_pieces_with_a_stop_string_are_the_text_before_it(text, size):
     stop, shown, seen = ["<|im_end|>", "assistant"], "", ""
@@ -567,7 +722,9 @@ def test_pieces_with_a_stop_string_are_the_text_before_it(text, size):
 
 PADDED = {
     "learned": TINY,
-    "rotary, in a window": replace(TINY, positions=Rope(), masks=(masks.causal() & masks.window(3),)),
+    "rotary, in a window": replace(
+        TINY, positions=Rope(), masks=(masks.causal() & masks.window(3),)
+    ),
     "alibi": replace(TINY, positions=Alibi()),
     "relative": replace(TINY, positions=Relative(6, 8, False)),
     "positions in attention": replace(TINY, positions=AttentionPositions(Sinusoidal())),
@@ -579,14 +736,22 @@ PADDED = {
 
 @pytest.mark.thorough_after(2)
 @pytest.mark.report(
-    "unslothai/unsloth#3699", "unslothai/unsloth#9708", "huggingface/transformers#22707", "Blaizzy/mlx-vlm#1542",
+    "unslothai/unsloth#3699",
+    "unslothai/unsloth#9708",
+    "huggingface/transformers#22707",
+    "Blaizzy/mlx-vlm#1542",
     "TransformerLensOrg/TransformerLens#1005",
-    right="prompts of different lengths that are read in one batch are continued as each alone; nobody sees padding",
-)  # fmt: skip
+    right=(
+        "prompts of different lengths that are read in one batch are continued as each alone; "
+        "nobody sees padding"
+    ),
+)
 @pytest.mark.parametrize("name", PADDED)
 def test_prompts_in_one_batch_are_continued_as_alone(name):
     config = PADDED[name]
     tree = models.init(config, jax.random.key(3))
     prompts = [[1, 2, 3, 4, 5, 6], [6, 5, 4], [2, 2, 6, 1], [3, 1, 2, 5, 4]]
     together = generate(config, tree, prompts, 6, sampling=GREEDY)
-    assert together == [generate(config, tree, [prompt], 6, sampling=GREEDY)[0] for prompt in prompts]
+    assert together == [
+        generate(config, tree, [prompt], 6, sampling=GREEDY)[0] for prompt in prompts
+    ]

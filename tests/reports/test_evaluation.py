@@ -1,4 +1,5 @@
-"""Evaluation, tried against what users of transformers, Lightning, nanoGPT, MaxText and others reported."""
+"""Evaluation, tried against what users of transformers, Lightning, nanoGPT, MaxText and others
+reported."""
 
 import json
 import math
@@ -20,7 +21,13 @@ from jaxformer.errors import ConfigError
 from jaxformer.evaluation import harness
 from jaxformer.evaluation.generation import Generated
 from jaxformer.evaluation.metric import Evaluation
-from jaxformer.evaluation.perplexity import StridedPerplexity, count_bytes, equal_texts, perplexity, strided_batches
+from jaxformer.evaluation.perplexity import (
+    StridedPerplexity,
+    count_bytes,
+    equal_texts,
+    perplexity,
+    strided_batches,
+)
 from jaxformer.evaluation.text_metrics import bleu
 from jaxformer.masks import full
 from jaxformer.models import ModelConfig
@@ -44,7 +51,9 @@ def weights(experiment):
     """Parameters far from uniform predictions, without a program that draws them."""
     rng = np.random.default_rng(0)
     shapes = params.abstract(models.spec(experiment.model))
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.5, leaf.shape), jnp.float32), shapes)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(0, 0.5, leaf.shape), jnp.float32), shapes
+    )
 
 
 def scores(experiment, **options):
@@ -59,37 +68,59 @@ def wreck(experiment):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run whose best evaluation is the first, between two saves, and which scores a part of its split."""
+    """A run whose best evaluation is the first, between two saves, and which scores a part of its
+    split."""
     checkpoints = Checkpoints(every=5, keep_latest=1, keep_best=1)
     experiment = replace(
-        TINY, schedule=wreck, eval_every=3, eval_examples=8, checkpoints=checkpoints, log_every=4, max_skipped=20
+        TINY,
+        schedule=wreck,
+        eval_every=3,
+        eval_examples=8,
+        checkpoints=checkpoints,
+        log_every=4,
+        max_skipped=20,
     )
     return loop.train(experiment, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "huggingface/transformers#12786", "huggingface/transformers#39560", "huggingface/transformers#28539",
-    right="the best evaluation is kept, wherever the saves fall", listed="second 10",
+    "huggingface/transformers#12786",
+    "huggingface/transformers#39560",
+    "huggingface/transformers#28539",
+    right="the best evaluation is kept, wherever the saves fall",
+    listed="second 10",
     hit="evaluations every 30 steps and saves every 50 kept the last step alone",
-)  # fmt: skip
+)
 def test_the_best_is_kept_between_two_saves(run):
     records = read_records(run.folder / "metrics.jsonl")
-    losses = {record["step"]: record["validation_loss"] for record in records if "validation_loss" in record}
+    losses = {
+        record["step"]: record["validation_loss"]
+        for record in records
+        if "validation_loss" in record
+    }
     assert min(losses, key=losses.get) == 3 and list(losses) == [3, 6, 9, 12]
     assert checkpoint.steps(run.folder / "checkpoints") == [3, 10, 12]
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "huggingface/transformers#24839", right="a run's score is of the whole split, and a part is named",
-    hit="with eval_batches, runs of batch 8 and 16 were scored on other text: a third of what `compare` showed",
-)  # fmt: skip
+    "huggingface/transformers#24839",
+    right="a run's score is of the whole split, and a part is named",
+    hit=(
+        "with eval_batches, runs of batch 8 and 16 were scored on other text: a third of what "
+        "`compare` showed"
+    ),
+)
 def test_what_was_scored_stands_beside_the_score(run):
     result = json.loads((run.folder / "result.json").read_text())["validation"]
     assert result["examples"] == 23 and result["scored"] == "all 23 examples"
-    records = [line for line in read_records(run.folder / "metrics.jsonl") if "validation_loss" in line]
-    assert {line["validation_examples"] for line in records} == {8}  # the last one, too: a curve is of one text
+    records = [
+        line for line in read_records(run.folder / "metrics.jsonl") if "validation_loss" in line
+    ]
+    assert {line["validation_examples"] for line in records} == {
+        8
+    }  # the last one, too: a curve is of one text
     assert records[-1]["validation_loss"] != pytest.approx(result["loss"], rel=1e-6)
 
 
@@ -106,13 +137,16 @@ def test_the_score_does_not_depend_on_the_batch_size(count):
 
 
 @pytest.mark.report(
-    "huggingface/transformers#24839", right="scores of other text are marked where runs stand side by side",
+    "huggingface/transformers#24839",
+    right="scores of other text are marked where runs stand side by side",
     hit="`compare`, `report` and sweeps showed both numbers without a word",
-)  # fmt: skip
+)
 def test_scores_of_other_text_are_marked(tmp_path):
     def folder(name, scored, digest="a"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(json.dumps({"validation": {"loss": 1.0, **scored}}))
+        (tmp_path / name / "result.json").write_text(
+            json.dumps({"validation": {"loss": 1.0, **scored}})
+        )
         (tmp_path / name / "environment.json").write_text(json.dumps({"data_digest": digest}))
         return RunFolder(epath.Path(tmp_path / name))
 
@@ -122,7 +156,9 @@ def test_scores_of_other_text_are_marked(tmp_path):
     other = folder("other", {"tokens": 92, "examples": 23, "scored": "all 23 examples"}, digest="b")
     old = folder("old", {"tokens": 92})  # of a version that wrote the tokens alone
     assert other_text([whole, again]) == other_text([whole, old]) == ""
-    assert "different text" in other_text([whole, part]) and "the first 8 of 23" in other_text([whole, part])
+    assert "different text" in other_text([whole, part]) and "the first 8 of 23" in other_text(
+        [whole, part]
+    )
     assert "different text" in other_text([old, part])
     assert "different data" in other_text([whole, again, other])
     unfinished = RunFolder(epath.Path(tmp_path / "unfinished"))
@@ -132,15 +168,18 @@ def test_scores_of_other_text_are_marked(tmp_path):
 
 
 @pytest.mark.report(
-    "huggingface/transformers#24839", right="the older option counts batches; the end scores everything but what is named",
-)  # fmt: skip
+    "huggingface/transformers#24839",
+    right="the older option counts batches; the end scores everything but what is named",
+)
 def test_examples_are_counted():
     of = lambda whole, **limits: examples_scored(replace(TINY, **limits), 23, whole)
     assert [of(whole) for whole in (False, True)] == [23, 23]
     assert [of(whole, eval_batches=2) for whole in (False, True)] == [8, 23]
     assert [of(whole, eval_examples=10, final_examples=12) for whole in (False, True)] == [10, 12]
     assert of(False, eval_examples=10, eval_batches=2) == 8 and of(True, final_examples=99) == 23
-    with pytest.raises(ConfigError, match="final_examples=0: expected a whole number of at least 1"):
+    with pytest.raises(
+        ConfigError, match="final_examples=0: expected a whole number of at least 1"
+    ):
         replace(TINY, final_examples=0)
 
 
@@ -174,19 +213,25 @@ def never(*_):
         ("-late", (Late(), StridedPerplexity(4, only_final=False)), None),  # of data without a text
     ],
 )
-def test_a_rank_that_nothing_makes_is_refused_before_a_step(tmp_path, monkeypatch, best, metrics, said):
+def test_a_rank_that_nothing_makes_is_refused_before_a_step(
+    tmp_path, monkeypatch, best, metrics, said
+):
     monkeypatch.setattr(loop, "loop", never)
     experiment = replace(TINY, metrics=metrics, checkpoints=Checkpoints(best=best))
     with pytest.raises(ConfigError, match=said or "StridedPerplexity: the data have no text"):
         loop.train(experiment, tmp_path)
     assert not list(tmp_path.iterdir())
     dataset = batching.open_dataset(DATA, MODEL)
-    assert checks.check_scores(replace(TINY, checkpoints=Checkpoints(best="-accuracy")), build(TINY), dataset)
+    assert checks.check_scores(
+        replace(TINY, checkpoints=Checkpoints(best="-accuracy")), build(TINY), dataset
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "keras-team/keras#21109", listed="second 43", right="a metric of the user's is tried once, which shows its names"
+    "keras-team/keras#21109",
+    listed="second 43",
+    right="a metric of the user's is tried once, which shows its names",
 )
 def test_names_of_a_users_metric_are_known_before_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "loop", never)
@@ -198,9 +243,10 @@ def test_names_of_a_users_metric_are_known_before_a_step(tmp_path, monkeypatch):
 
 
 @pytest.mark.report(
-    "mikkelfo/CORE-BEHRT#89", right="what the metrics of the end would refuse is refused before the first step",
+    "mikkelfo/CORE-BEHRT#89",
+    right="what the metrics of the end would refuse is refused before the first step",
     hit="a missing package, or Japanese references, ended a run after its last step",
-)  # fmt: skip
+)
 def test_metrics_of_the_end_are_tried_at_the_beginning():
     class Split:
         questions = (sources.Question([1], "鳥が川の上を飛ぶ。"),)
@@ -228,7 +274,9 @@ def test_an_evaluation_is_cut_as_a_step_is():
     shapes = {"tokens": jnp.int32, "labels": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct((32, 64), dtype) for name, dtype in shapes.items()}
     rng, memory, found = np.random.default_rng(0), [], []
-    numbers = {name: jnp.asarray(rng.integers(0, 12, (32, 64)), dtype) for name, dtype in shapes.items()}
+    numbers = {
+        name: jnp.asarray(rng.integers(0, 12, (32, 64)), dtype) for name, dtype in shapes.items()
+    }
     for accumulation in (1, 8):
         experiment = replace(TINY, model=model, batch_size=32, accumulation=accumulation)
         recipe, trained = build(experiment), weights(experiment)
@@ -246,7 +294,11 @@ def test_an_evaluation_is_cut_as_a_step_is():
 )
 def test_micro_batches_add_up():
     def score(trained, batch, key, step, references):
-        return LossSums(trained * batch["x"].sum(), batch["x"].shape[0] * 1.0, {"draw": (jax.random.uniform(key), 1.0)})
+        return LossSums(
+            trained * batch["x"].sum(),
+            batch["x"].shape[0] * 1.0,
+            {"draw": (jax.random.uniform(key), 1.0)},
+        )
 
     for rows in (8, 6, 1):
         batch = {"x": jnp.arange(1.0, rows + 1)}
@@ -257,9 +309,11 @@ def test_micro_batches_add_up():
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "mosaicml/composer#1417", listed="second 19", right="under pmap an evaluation is split over the devices, too",
+    "mosaicml/composer#1417",
+    listed="second 19",
+    right="under pmap an evaluation is split over the devices, too",
     hit="one device scored the whole batch of all",
-)  # fmt: skip
+)
 def test_under_pmap_each_device_scores_its_part():
     seen = []
 
@@ -270,16 +324,21 @@ def test_under_pmap_each_device_scores_its_part():
     experiment = replace(TINY, metrics=(look,), mesh=Mesh(data=4, backend="pmap"))
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size)
     dataset = batching.open_dataset(DATA, MODEL)
-    evaluate = checks.evaluate_on(mesh, experiment, evaluator(experiment, build(experiment), dataset, mesh))
+    evaluate = checks.evaluate_on(
+        mesh, experiment, evaluator(experiment, build(experiment), dataset, mesh)
+    )
     assert evaluate(weights(experiment))["loss"] == pytest.approx(scores(TINY)["loss"], rel=1e-5)
     assert seen == [(1, 8)]
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "piskvorky/gensim#2735", "apache/mxnet#8226", listed="first 22", right="sums of 10^8 tokens are right to 1e-6",
+    "piskvorky/gensim#2735",
+    "apache/mxnet#8226",
+    listed="first 22",
+    right="sums of 10^8 tokens are right to 1e-6",
     hit="20,000 batches of 4,095 tokens were counted as 81,915,896 for 81,900,000",
-)  # fmt: skip
+)
 def test_sums_of_many_tokens_are_exact():
     count, tokens = 3_000, 40_950
     means = 3 + 0.5 * np.sin(np.arange(count))
@@ -288,33 +347,53 @@ def test_sums_of_many_tokens_are_exact():
         next(sums), np.float32(tokens), {"accuracy": (np.float32(7), np.float32(11))}
     )
     found = perplexity(score, None, ({"x": jnp.zeros(1)} for _ in range(count)))
-    assert found["tokens"] == count * tokens and found["accuracy"] == pytest.approx(7 / 11, rel=1e-7)
-    assert found["loss"] == pytest.approx(np.float32(means * tokens).astype(np.float64).sum() / (count * tokens), rel=1e-9)
+    assert found["tokens"] == count * tokens and found["accuracy"] == pytest.approx(
+        7 / 11, rel=1e-7
+    )
+    assert found["loss"] == pytest.approx(
+        np.float32(means * tokens).astype(np.float64).sum() / (count * tokens), rel=1e-9
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "tensorflow/tensorflow#27993", "chainer/chainer#1739", "dnouri/nolearn#247", "macournoyer/neuralconvo#67",
+    "tensorflow/tensorflow#27993",
+    "chainer/chainer#1739",
+    "dnouri/nolearn#247",
+    "macournoyer/neuralconvo#67",
     right="a loss is the sum over all tokens by their number, not a mean of the batches' means",
-)  # fmt: skip
+)
 def test_a_small_batch_counts_by_its_tokens():
     batches = [(10.0, 5.0), (9.0, 3.0), (4.0, 1.0)]
     sums = iter(LossSums(loss, weight, {}) for loss, weight in batches)
     found = perplexity(lambda *_: next(sums), None, [{"x": np.zeros(1)}] * 3)
-    assert found["loss"] == pytest.approx(23 / 9) and found["perplexity"] == pytest.approx(math.exp(23 / 9))
-    assert scores(replace(TINY, batch_size=22))["tokens"] == scores(replace(TINY, batch_size=23))["tokens"]
+    assert found["loss"] == pytest.approx(23 / 9) and found["perplexity"] == pytest.approx(
+        math.exp(23 / 9)
+    )
+    assert (
+        scores(replace(TINY, batch_size=22))["tokens"]
+        == scores(replace(TINY, batch_size=23))["tokens"]
+    )
 
 
 @pytest.mark.report(
-    "karpathy/nanoGPT#240", "ipolharvard/ethos-ares#20", "coleygroup/ms-pred#38", right="nothing drops out in an evaluation"
+    "karpathy/nanoGPT#240",
+    "ipolharvard/ethos-ares#20",
+    "coleygroup/ms-pred#38",
+    right="nothing drops out in an evaluation",
 )
 def test_nothing_drops_out_in_an_evaluation():
     model = replace(MODEL, dropout_rate=0.5, attention_dropout_rate=0.5)
-    assert scores(replace(TINY, model=model, batch_size=23))["loss"] == scores(replace(TINY, batch_size=23))["loss"]
+    assert (
+        scores(replace(TINY, model=model, batch_size=23))["loss"]
+        == scores(replace(TINY, batch_size=23))["loss"]
+    )
 
 
 @pytest.mark.thorough
-@pytest.mark.report("google-research/pegasus#134", right="an evaluation that hides tokens hides the same ones again")
+@pytest.mark.report(
+    "google-research/pegasus#134", right="an evaluation that hides tokens hides the same ones again"
+)
 def test_an_evaluation_repeats_its_number():
     model = replace(MODEL, vocab_size=13, masks=(full(),))
     experiment = replace(TINY, model=model, objective=MaskedTokens(mask_token=12, rate=0.4))
@@ -330,19 +409,32 @@ def test_an_evaluation_repeats_its_number():
 )  # fmt: skip
 def test_ranks_are_of_the_named_score():
     found = {"loss": 2.0, "accuracy": 0.5, "zero": 0.0, "signature": "text"}
-    assert [loop.ranked(found, best) for best in ("loss", "accuracy", "-accuracy")] == [2.0, 0.5, -0.5]
+    assert [loop.ranked(found, best) for best in ("loss", "accuracy", "-accuracy")] == [
+        2.0,
+        0.5,
+        -0.5,
+    ]
     with pytest.raises(ConfigError, match="gives loss, accuracy, zero; name one"):
         loop.ranked(found, "signature")
     dataset = batching.open_dataset(DATA, MODEL)
-    experiments = [replace(TINY, checkpoints=Checkpoints(best=best)) for best in ("loss", "accuracy", "-accuracy")]
+    experiments = [
+        replace(TINY, checkpoints=Checkpoints(best=best))
+        for best in ("loss", "accuracy", "-accuracy")
+    ]
     experiments += [replace(TINY, eval_examples=4), replace(TINY, eval_examples=8)]
     names = {checks.score_name(experiment, dataset) for experiment in experiments}
     assert len(names) == 5  # another direction or another text is another rank
 
 
-@pytest.mark.report("allenai/allennlp#1274", "talmolab/sleap-nn#692", right="a score of 0 or NaN is a number like any other")
+@pytest.mark.report(
+    "allenai/allennlp#1274",
+    "talmolab/sleap-nn#692",
+    right="a score of 0 or NaN is a number like any other",
+)
 def test_zero_and_nan_are_scores():
-    assert loop.ranked({"iou": 0.0}, "-iou") == 0.0 and math.isnan(loop.ranked({"iou": math.nan}, "-iou"))
+    assert loop.ranked({"iou": 0.0}, "-iou") == 0.0 and math.isnan(
+        loop.ranked({"iou": math.nan}, "-iou")
+    )
 
 
 @pytest.mark.report(
@@ -383,19 +475,26 @@ def test_bytes_of_documents_are_those_of_their_texts():
 
 
 @pytest.mark.report(
-    "openai/parameter-golf#1604", right="bits a byte are of the text's own bytes, or said not to be known",
+    "openai/parameter-golf#1604",
+    right="bits a byte are of the text's own bytes, or said not to be known",
     hit="an uncased tokenizer's bits per byte were of the text that it had changed",
-)  # fmt: skip
+)
 def test_a_tokenizer_that_changes_the_text_has_no_bits_per_byte():
     import tokenizers as package
 
-    words = package.Tokenizer(package.models.WordPiece({"[UNK]": 0, "a": 1, "b": 2, "##a": 3, "e": 4}, unk_token="[UNK]"))
+    words = package.Tokenizer(
+        package.models.WordPiece({"[UNK]": 0, "a": 1, "b": 2, "##a": 3, "e": 4}, unk_token="[UNK]")
+    )
     words.normalizer = package.normalizers.BertNormalizer(lowercase=True)
     words.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
     words.decoder = package.decoders.WordPiece()
     uncased = tokenizers.BPE(words.to_str())
     assert equal_texts(uncased) == ("A a", "a a")
-    assert equal_texts(tokenizers.BPE.train("a b c " * 40, 300)) is equal_texts(tokenizers.Bytes()) is None
+    assert (
+        equal_texts(tokenizers.BPE.train("a b c " * 40, 300))
+        is equal_texts(tokenizers.Bytes())
+        is None
+    )
     windows = sources.Windows(np.array([1, 2] * 9), 8, stride=8)
     dataset = sources.Dataset(windows, windows, "", tokenizer=uncased)
     batches = batching.ValidationBatches(windows, 2)
@@ -405,7 +504,11 @@ def test_a_tokenizer_that_changes_the_text_has_no_bits_per_byte():
     assert found["strided_perplexity"] > 1
 
 
-@pytest.mark.report("karpathy/nanochat#693", "facebookresearch/adaptive-span#17", right="bytes are those of the text")
+@pytest.mark.report(
+    "karpathy/nanochat#693",
+    "facebookresearch/adaptive-span#17",
+    right="bytes are those of the text",
+)
 def test_a_letter_in_several_tokens_has_its_own_bytes():
     text = "ну 🐕 ß"
     tokenizer = tokenizers.BPE.train("plain words " * 30, 300)
@@ -420,14 +523,20 @@ def test_a_letter_in_several_tokens_has_its_own_bytes():
     "EleutherAI/lm-evaluation-harness#337",
     "EleutherAI/lm-evaluation-harness#339",
     listed="third 22",
-    right="A request's score is the sum over its own tokens after all that fits in front; windows score each token once.",
+    right=(
+        "A request's score is the sum over its own tokens after all that fits in front; windows "
+        "score each token once."
+    ),
 )
 def test_scores_of_requests_are_sums_of_a_forward_pass():
-    """Without the package: what `harness.model` does with tokens. tests/evaluation/test_harness.py does the rest with it."""
+    """Without the package: what `harness.model` does with tokens. tests/evaluation/test_harness.py
+    does the rest with it."""
     room, end = MODEL.context_length, 11
     drawn = weights(TINY)
     forward = jax.jit(lambda tokens: models.apply(MODEL, drawn, tokens).logits)
-    decoder = harness.Decoder(MODEL, prepare(MODEL, drawn, jnp.float32), None, (), end, 4, "float32")
+    decoder = harness.Decoder(
+        MODEL, prepare(MODEL, drawn, jnp.float32), None, (), end, 4, "float32"
+    )
 
     def by_hand(context, new):
         whole = [*(context or [end]), *new][-room - 1 :]
@@ -437,7 +546,17 @@ def test_scores_of_requests_are_sums_of_a_forward_pass():
         return logs[np.arange(len(new)), new].sum(), (logits.argmax(axis=1) == new).all()
 
     rng = np.random.default_rng(0)
-    sizes = [(0, 1), (0, room), (1, 1), (3, 2), (room, 1), (40, 3), (1, room), (5, room - 5), (5, 1)]
+    sizes = [
+        (0, 1),
+        (0, room),
+        (1, 1),
+        (3, 2),
+        (room, 1),
+        (40, 3),
+        (1, room),
+        (5, room - 5),
+        (5, 1),
+    ]
     pairs = [(rng.integers(0, 11, n).tolist(), rng.integers(0, 11, m).tolist()) for n, m in sizes]
     likeliest = max(range(12), key=lambda token: by_hand(pairs[3][0], [token])[0])
     pairs += [pairs[3], (pairs[3][0], [likeliest])]
@@ -452,7 +571,9 @@ def test_scores_of_requests_are_sums_of_a_forward_pass():
         harness.log_likelihoods(decoder, [([1], [1] * (room + 1))])
 
     text = rng.integers(0, 11, 2 * room + 3).tolist()
-    windows = [(text[: max(first, 0)], text[first : first + room]) for first in range(0, len(text), room)]
+    windows = [
+        (text[: max(first, 0)], text[first : first + room]) for first in range(0, len(text), room)
+    ]
     parts = harness.log_likelihoods(decoder, windows)
     total = 0.0
     for at, token in enumerate(text):
@@ -478,14 +599,23 @@ class Known:
 
 
 @pytest.mark.report(
-    "IBM/unitxt#1069", "IBM/unitxt#737",
-    right="two metrics with a score of one name are refused, and so is one with a name that an evaluation has itself",
-    hit="the last one stood for both; a metric `loss` replaced the loss, by which checkpoints are ranked",
-)  # fmt: skip
+    "IBM/unitxt#1069",
+    "IBM/unitxt#737",
+    right=(
+        "two metrics with a score of one name are refused, and so is one with a name that an "
+        "evaluation has itself"
+    ),
+    hit=(
+        "the last one stood for both; a metric `loss` replaced the loss, by which checkpoints "
+        "are ranked"
+    ),
+)
 def test_no_score_takes_the_place_of_another(tmp_path):
     assert new_names(ten, ten(None), {"loss", "accuracy"}) == {"ten": 10.0}
     for taken in ("ten", "loss", "step", "scored"):
-        with pytest.raises(ConfigError, match=rf"^metrics: ten gives {taken}, which an evaluation has already"):
+        with pytest.raises(
+            ConfigError, match=rf"^metrics: ten gives {taken}, which an evaluation has already"
+        ):
             new_names(ten, {taken: 1.0}, {"ten", "loss", "step", "scored"})
     dataset = batching.open_dataset(DATA, MODEL)
     twice = replace(TINY, metrics=(Known(), Known()))
@@ -498,10 +628,14 @@ def test_no_score_takes_the_place_of_another(tmp_path):
 
 
 @pytest.mark.report(
-    "facebookresearch/fairseq#2140", "uma-pi1/kge#226",
-    right="the state is kept before an evaluation that fails, so that the corrected command goes on from there",
+    "facebookresearch/fairseq#2140",
+    "uma-pi1/kge#226",
+    right=(
+        "the state is kept before an evaluation that fails, so that the corrected command goes "
+        "on from there"
+    ),
     hit="an error in a metric of the user's threw away all steps since the last save",
-)  # fmt: skip
+)
 def test_an_evaluation_that_fails_costs_no_steps():
     def fails(trained, final=False, step=0):
         raise ZeroDivisionError
@@ -511,28 +645,65 @@ def test_an_evaluation_that_fails_costs_no_steps():
     names = ("loss", "grad_norm", "skipped", "tokens", "learning_rate")
     figures, same = dict.fromkeys(names, jnp.zeros(())), lambda value: value
     job = loop.Job(
-        name="a", steps=5, log_every=1, eval_every=3, save_every=100, best="loss", examples=(1, 1, 1), max_skipped=9,
-        metadata={}, batches=lambda step: {"x": np.zeros(1)}, put=same,
-        step=lambda state, batch: (state, figures), spread=same, gather=same,
-        evaluate=fails, parameters=0, sample=None, profile=None, work=lambda batch: None, refresh=lambda: None,
-        explain=lambda *_: None, check=lambda *_: None,
-    )  # fmt: skip
+        name="a",
+        steps=5,
+        log_every=1,
+        eval_every=3,
+        save_every=100,
+        best="loss",
+        examples=(1, 1, 1),
+        max_skipped=9,
+        metadata={},
+        batches=lambda step: {"x": np.zeros(1)},
+        put=same,
+        step=lambda state, batch: (state, figures),
+        spread=same,
+        gather=same,
+        evaluate=fails,
+        parameters=0,
+        sample=None,
+        profile=None,
+        work=lambda batch: None,
+        refresh=lambda: None,
+        explain=lambda *_: None,
+        check=lambda *_: None,
+    )
     record, console = Record(None), Console(5, heard=False)
     with pytest.raises(ZeroDivisionError):
         watchdog = SimpleNamespace(beat=lambda *_, **__: None)
-        loop.loop(job, SimpleNamespace(save=save), TrainState(0, None, None), 0, record, console, watchdog, Goodput(None, 0.0))
+        loop.loop(
+            job,
+            SimpleNamespace(save=save),
+            TrainState(0, None, None),
+            0,
+            record,
+            console,
+            watchdog,
+            Goodput(None, 0.0),
+        )
     assert saved == [(3, None, True)]
 
 
 @pytest.mark.report(
-    "keras-team/keras-hub#2958", "ml-explore/mlx-lm#1855", "magenta/magenta#239",
-    right="perplexity is that of the sums over all tokens that count, whatever the batches, and padding is in neither sum",
-)  # fmt: skip
+    "keras-team/keras-hub#2958",
+    "ml-explore/mlx-lm#1855",
+    "magenta/magenta#239",
+    right=(
+        "perplexity is that of the sums over all tokens that count, whatever the batches, and "
+        "padding is in neither sum"
+    ),
+)
 def test_perplexity_does_not_depend_on_the_batches():
     losses, counts = np.array([3.0, 1.0, 2.0, 8.0]), np.array([100.0, 10.0, 0.0, 3.0])
-    score = lambda _, batch, __: LossSums((batch["losses"] * batch["weights"]).sum(), batch["weights"].sum())
+    score = lambda _, batch, __: LossSums(
+        (batch["losses"] * batch["weights"]).sum(), batch["weights"].sum()
+    )
     for size in (1, 2, 4):
         parts = [slice(i, i + size) for i in range(0, 4, size)]
-        found = perplexity(score, None, [{"losses": losses[part], "weights": counts[part]} for part in parts])
-        assert math.isclose(found["perplexity"], math.exp((losses * counts).sum() / counts.sum()), rel_tol=1e-6)
+        found = perplexity(
+            score, None, [{"losses": losses[part], "weights": counts[part]} for part in parts]
+        )
+        assert math.isclose(
+            found["perplexity"], math.exp((losses * counts).sum() / counts.sum()), rel_tol=1e-6
+        )
         assert found["tokens"] == 113

@@ -22,7 +22,9 @@ from jaxformer.interop import export, flax as bridge
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import NTK, Rope
 
-GPT = ModelConfig(vocab_size=16, num_layers=1, d_model=8, num_heads=2, context_length=32, init_std=0.3)
+GPT = ModelConfig(
+    vocab_size=16, num_layers=1, d_model=8, num_heads=2, context_length=32, init_std=0.3
+)
 
 
 def drawn(config):
@@ -54,21 +56,31 @@ def open_sizes():
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """(config, parameters, program) of a model with dropout; the program reads segments, of any batch and length."""
+    """(config, parameters, program) of a model with dropout; the program reads segments, of any
+    batch and length."""
     config = replace(GPT, dropout_rate=0.5, attention_dropout_rate=0.5, positions=Rope())
     params = drawn(config)
-    return config, params, program(tmp_path_factory.mktemp("program") / "a", config, params, inputs=("segment_ids",))
+    return (
+        config,
+        params,
+        program(tmp_path_factory.mktemp("program") / "a", config, params, inputs=("segment_ids",)),
+    )
 
 
 def close(one, other):
-    np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)  # float32, other fusions
+    np.testing.assert_allclose(
+        np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5
+    )  # float32, other fusions
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "pytorch/pytorch#103681", "pytorch/pytorch#24824",
-    right="an exported model has no dropout: two calls are equal, and equal the model without a key",
-)  # fmt: skip
+    "pytorch/pytorch#103681",
+    "pytorch/pytorch#24824",
+    right=(
+        "an exported model has no dropout: two calls are equal, and equal the model without a key"
+    ),
+)
 @pytest.mark.report(
     "pytorch/pytorch#110347", "pytorch/pytorch#122321",
     right="any batch and length run, not those of the export alone",
@@ -112,7 +124,8 @@ def test_a_fresh_process_runs_the_program(tmp_path):
     np.save(tmp_path / "text.npy", np.asarray(text))
     code = (
         "import jax, jax.export, numpy, pathlib, safetensors.flax, sys\n"
-        "forward = jax.export.deserialize(bytearray(pathlib.Path('a/forward.stablehlo').read_bytes()))\n"
+        "program = pathlib.Path('a/forward.stablehlo').read_bytes()\n"
+        "forward = jax.export.deserialize(bytearray(program))\n"
         "leaves = safetensors.flax.load_file('a/model.safetensors')\n"
         "numpy.save('out.npy', forward.call(leaves, numpy.load('text.npy')))\n"
         "assert 'jaxformer' not in sys.modules\n"
@@ -123,8 +136,11 @@ def test_a_fresh_process_runs_the_program(tmp_path):
 
 @pytest.mark.report(
     "vllm-project/vllm#5093",
-    right="a rotation that depends on the length follows that of each call, in the exported program too",
-)  # fmt: skip
+    right=(
+        "a rotation that depends on the length follows that of each call, in the exported "
+        "program too"
+    ),
+)
 @pytest.mark.thorough
 def test_a_rotation_follows_the_length_of_the_call(tmp_path):
     config = replace(GPT, positions=Rope(scaling=NTK(4.0, 8)))
@@ -139,14 +155,20 @@ def test_a_rotation_follows_the_length_of_the_call(tmp_path):
 
 
 @pytest.mark.report(
-    "jax-ml/jax#21203", "tenstorrent/tt-xla#5177",
-    right="parameters that are split over devices are exported whole, and the program runs on one device",
-)  # fmt: skip
+    "jax-ml/jax#21203",
+    "tenstorrent/tt-xla#5177",
+    right=(
+        "parameters that are split over devices are exported whole, and the program runs on one "
+        "device"
+    ),
+)
 def test_split_parameters_are_exported_whole(tmp_path):
     params = drawn(GPT)
     mesh = Mesh(np.array(jax.devices()[:2]), "d")
     split = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    split["embedding"]["tokens"] = jax.device_put(params["embedding"]["tokens"], NamedSharding(mesh, PartitionSpec("d")))
+    split["embedding"]["tokens"] = jax.device_put(
+        params["embedding"]["tokens"], NamedSharding(mesh, PartitionSpec("d"))
+    )
     export.save(tmp_path / "a", GPT, split, platforms=("cpu",), batch=1, length=4)
     forward = jax.export.deserialize(bytearray((tmp_path / "a" / export.PROGRAM).read_bytes()))
     leaves = safetensors.flax.load_file(tmp_path / "a" / "model.safetensors")
@@ -157,9 +179,12 @@ def test_split_parameters_are_exported_whole(tmp_path):
 
 @pytest.mark.report(
     "mflux-community/mflux#603",
-    right="a save that is cut off leaves no folder that looks complete: the program is there, or nothing is",
+    right=(
+        "a save that is cut off leaves no folder that looks complete: the program is there, or "
+        "nothing is"
+    ),
     hit="the folder appeared with its weights before the program was written",
-)  # fmt: skip
+)
 def test_a_cut_save_leaves_nothing(tmp_path, monkeypatch):
     written = type(tmp_path).write_bytes
 
@@ -200,9 +225,13 @@ class Kept(nnx.Module):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "google/flax#4950", "google/flax#4589",
-    right="a Flax layer's dropout differs from layer to layer of a scanned stack, and is off without a key",
-)  # fmt: skip
+    "google/flax#4950",
+    "google/flax#4589",
+    right=(
+        "a Flax layer's dropout differs from layer to layer of a scanned stack, and is off "
+        "without a key"
+    ),
+)
 def test_dropout_of_flax_layers_differs_between_layers():
     masks = []
 
@@ -211,9 +240,13 @@ def test_dropout_of_flax_layers_differs_between_layers():
         jax.debug.callback(lambda array: masks.append(np.asarray(array)), kept)
         return kept
 
-    config = replace(GPT, num_layers=3, feedforward=bridge.FlaxFeedForward(lambda rngs: Kept(rngs), watch))
+    config = replace(
+        GPT, num_layers=3, feedforward=bridge.FlaxFeedForward(lambda rngs: Kept(rngs), watch)
+    )
     params = drawn(config)
-    models.apply(config, params, tokens(1, 6), dropout_key=jax.random.key(3)).logits.block_until_ready()
+    models.apply(
+        config, params, tokens(1, 6), dropout_key=jax.random.key(3)
+    ).logits.block_until_ready()
     jax.effects_barrier()
     assert len(masks) == 3
     assert all(0.2 < mask.mean() < 0.8 for mask in masks)
@@ -232,9 +265,12 @@ class Twice(nnx.Module):
 
 
 @pytest.mark.report(
-    "google/flax#3516", "mlverse/torch#305",
-    right="a parameter that a Flax layer uses twice is one parameter, with the sum of both gradients",
-)  # fmt: skip
+    "google/flax#3516",
+    "mlverse/torch#305",
+    right=(
+        "a parameter that a Flax layer uses twice is one parameter, with the sum of both gradients"
+    ),
+)
 def test_a_shared_parameter_is_one_parameter():
     config = replace(GPT, feedforward=bridge.FlaxFeedForward(lambda rngs: Twice(rngs)))
     made = config.feedforward(config)
@@ -250,14 +286,19 @@ def test_a_shared_parameter_is_one_parameter():
 
 def drawn_of(spec):
     generator = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), jnp.float32), spec)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(generator.normal(size=leaf.shape), jnp.float32), spec
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
     "google-deepmind/optax#290",
-    right="a filter of NNX finds the parameters of a model: what it leaves out does not move in a step",
-)  # fmt: skip
+    right=(
+        "a filter of NNX finds the parameters of a model: what it leaves out does not move in a "
+        "step"
+    ),
+)
 def test_a_step_of_nnx_moves_what_its_filter_finds():
     import optax
 
@@ -275,4 +316,6 @@ def test_a_step_of_nnx_moves_what_its_filter_finds():
     after = bridge.params_of(model)
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, after)
     assert any(jax.tree.leaves(moved["final_norm"]))
-    assert not any(jax.tree.leaves({name: part for name, part in moved.items() if name != "final_norm"}))
+    assert not any(
+        jax.tree.leaves({name: part for name, part in moved.items() if name != "final_norm"})
+    )

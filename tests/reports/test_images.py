@@ -1,4 +1,5 @@
-"""Images: what users of torchvision, timm, kohya's scripts and others reported about folders, files and augmentations."""
+"""Images: what users of torchvision, timm, kohya's scripts and others reported about folders, files
+and augmentations."""
 
 import struct
 import zlib
@@ -30,7 +31,9 @@ def folder(tmp_path):
 
 
 def opened(folder, **more):
-    return Images(str(folder / "train"), str(folder / "validation"), **{"image": (4, 4)} | more).open(MODEL)
+    return Images(
+        str(folder / "train"), str(folder / "validation"), **{"image": (4, 4)} | more
+    ).open(MODEL)
 
 
 def only(folder, picture, name="0.png", **more):
@@ -61,10 +64,15 @@ def test_hidden_folders_are_no_classes(folder):
 
 
 @pytest.mark.report(
-    "pytorch/vision#4925", "huggingface/pytorch-image-models#957", "pytorch/vision#8297",
-    right="A class folder without an image is refused in training; in validation it moves no other class.",
+    "pytorch/vision#4925",
+    "huggingface/pytorch-image-models#957",
+    "pytorch/vision#8297",
+    right=(
+        "A class folder without an image is refused in training; in validation it moves no other "
+        "class."
+    ),
     hit="An empty folder of the training data was a class.",
-)  # fmt: skip
+)
 def test_an_empty_class_folder_is_named(folder):
     (folder / "validation" / "cat" / "0.png").unlink()
     assert opened(folder).validation.labels.tolist() == [1]
@@ -108,10 +116,15 @@ def chunk(kind, data):
 
 
 @pytest.mark.report(
-    "lightly-ai/lightly-studio#1765", "d8ahazard/sd_dreambooth_extension#1418", listed="first 12",
-    right="The policy for bad rows holds for every error of a file, as that of an image with too many pixels.",
+    "lightly-ai/lightly-studio#1765",
+    "d8ahazard/sd_dreambooth_extension#1418",
+    listed="first 12",
+    right=(
+        "The policy for bad rows holds for every error of a file, as that of an image with too "
+        "many pixels."
+    ),
     hit="Pillow's DecompressionBombError is neither OSError nor ValueError: it ended the run.",
-)  # fmt: skip
+)
 def test_an_image_with_too_many_pixels_is_a_bad_row(folder):
     header = struct.pack(">IIBBBBB", 20000, 20000, 1, 0, 0, 0, 0)
     data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
@@ -147,7 +160,9 @@ def test_a_file_that_breaks_off(folder, name):
     "kohya-ss/sd-scripts#1316", "huggingface/diffusers#3465", "Peterande/D-FINE#308",
     right="An image that was turned by its EXIF data alone is seen as viewers show it.",
 )  # fmt: skip
-@pytest.mark.parametrize(("orientation", "bright"), [(1, (0, 0)), (3, (-1, -1)), (6, (0, -1)), (8, (-1, 0))])
+@pytest.mark.parametrize(
+    ("orientation", "bright"), [(1, (0, 0)), (3, (-1, -1)), (6, (0, -1)), (8, (-1, 0))]
+)
 def test_images_are_turned_upright(folder, orientation, bright):
     pixels = np.zeros((4, 4, 3), np.uint8)
     pixels[0, 0] = 255
@@ -194,7 +209,9 @@ def test_transparent_pixels_are_white(folder, hidden):
     right="Transparency of a palette, of grey and in a single channel is transparency, too.",
     hit="It was ignored: the hidden colour of the palette was seen.",
 )  # fmt: skip
-@pytest.mark.parametrize(("mode", "channels"), [("P", 3), ("P", 1), ("RGB", 3), ("LA", 1), ("RGBA", 1)])
+@pytest.mark.parametrize(
+    ("mode", "channels"), [("P", 3), ("P", 1), ("RGB", 3), ("LA", 1), ("RGBA", 1)]
+)
 def test_every_kind_of_transparency_is_white(folder, mode, channels):
     pixels = only(folder, transparent(mode, (0, 0, 0)), channels=channels)
     assert pixels.shape == (4, 4, channels)
@@ -213,8 +230,13 @@ def test_height_and_width_keep_their_places(folder):
     assert (found == pixels).all()
     images = jnp.asarray(found, jnp.float32)[None]
     for change in (Flip(1.0), Crop(0), Move(0.0, 0.0), ResizedCrop((1.0, 1.0), (1.0, 1.0))):
-        assert jax.eval_shape(partial(augmented, [change]), jax.random.key(0), images).shape == images.shape
-    np.testing.assert_array_equal(augmented([Flip(1.0)], jax.random.key(0), images)[0], found[:, ::-1])
+        assert (
+            jax.eval_shape(partial(augmented, [change]), jax.random.key(0), images).shape
+            == images.shape
+        )
+    np.testing.assert_array_equal(
+        augmented([Flip(1.0)], jax.random.key(0), images)[0], found[:, ::-1]
+    )
 
 
 # --- augmentations
@@ -223,7 +245,9 @@ def test_height_and_width_keep_their_places(folder):
 def cropped_sides(config, count):
     """(heights, widths) of parts of images whose pixels are their own places."""
     place = jnp.stack(jnp.meshgrid(jnp.arange(64.0), jnp.arange(64.0), indexing="ij"), axis=-1)
-    parts = jax.jit(partial(augmented, [config]))(jax.random.key(0), jnp.tile(place[None], (count, 1, 1, 1)))
+    parts = jax.jit(partial(augmented, [config]))(
+        jax.random.key(0), jnp.tile(place[None], (count, 1, 1, 1))
+    )
     middle = np.asarray(parts)[:, 28:36, 28:36]
     return 64 * np.mean(np.diff(middle[..., 0], axis=1), axis=(1, 2)), 64 * np.mean(
         np.diff(middle[..., 1], axis=2), axis=(1, 2)
@@ -261,20 +285,37 @@ def test_each_image_and_step_is_changed_in_its_own_way():
     image = jnp.asarray(np.random.default_rng(0).random((8, 8, 1)), jnp.float32)
     changes = [Crop(3), Flip(), Move(30.0, 2.0)]
     change = jax.jit(partial(augmented, changes))
-    first, again, other = (change(jax.random.key(seed), jnp.tile(image[None], (6, 1, 1, 1))) for seed in (0, 0, 1))
+    first, again, other = (
+        change(jax.random.key(seed), jnp.tile(image[None], (6, 1, 1, 1))) for seed in (0, 0, 1)
+    )
     np.testing.assert_array_equal(first, again)
     rows = np.asarray(jnp.concatenate([first, other])).reshape(12, -1)
     assert len(np.unique(rows, axis=0)) == 12
 
 
 @pytest.mark.report(
-    "pytorch/vision#8903", "pytorch/vision#8904", "pytorch/vision#8944", "lightly-ai/lightly-train#959",
+    "pytorch/vision#8903",
+    "pytorch/vision#8904",
+    "pytorch/vision#8944",
+    "lightly-ai/lightly-train#959",
     right="an area and a ratio are two positive numbers, the smaller first, and no area is above 1",
-    hit="any tuple was taken: (0.1, 0.2, 0.3), (1, 0), a negative or an infinite one, of which crops of NaN were made",
-)  # fmt: skip
+    hit=(
+        "any tuple was taken: (0.1, 0.2, 0.3), (1, 0), a negative or an infinite one, of which "
+        "crops of NaN were made"
+    ),
+)
 @pytest.mark.parametrize("name", ["area", "ratio"])
 @pytest.mark.parametrize(
-    "pair", [(0.1, 0.2, 0.3), (0.5,), (0.9, 0.1), (-0.5, 0.5), (0.0, 1.0), (0.5, float("inf")), (float("nan"), 1.0)]
+    "pair",
+    [
+        (0.1, 0.2, 0.3),
+        (0.5,),
+        (0.9, 0.1),
+        (-0.5, 0.5),
+        (0.0, 1.0),
+        (0.5, float("inf")),
+        (float("nan"), 1.0),
+    ],
 )
 def test_a_crop_has_a_range_of_areas_and_ratios(name, pair, as_users_call):
     with pytest.raises(ConfigError, match=rf"ResizedCrop.{name}="):

@@ -30,18 +30,31 @@ first_params = partial(starts.first_params, weights_of=HuggingFace)
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden_run"
 OF_GOLDEN = ModelConfig(256, 2, 8, 2, 16)
 LLAMA = ModelConfig(
-    vocab_size=24, num_layers=2, d_model=8, num_heads=2, d_ff=12, context_length=64, norm="rms_norm",
-    feedforward="swiglu", positions=Rope(5e5), use_bias=False, tie_embeddings=False,
-)  # fmt: skip
+    vocab_size=24,
+    num_layers=2,
+    d_model=8,
+    num_heads=2,
+    d_ff=12,
+    context_length=64,
+    norm="rms_norm",
+    feedforward="swiglu",
+    positions=Rope(5e5),
+    use_bias=False,
+    tie_embeddings=False,
+)
 
 
 def drawn(model):
     generator = np.random.default_rng(0)
-    return jax.tree.map(lambda leaf: generator.normal(size=leaf.shape).astype(np.float32), models.spec(model))
+    return jax.tree.map(
+        lambda leaf: generator.normal(size=leaf.shape).astype(np.float32), models.spec(model)
+    )
 
 
 def recipe_of(model, **changes):
-    return build(Experiment(name="a", model=model, data=Reverse(vocab_size=12, length=3), **changes))
+    return build(
+        Experiment(name="a", model=model, data=Reverse(vocab_size=12, length=3), **changes)
+    )
 
 
 def begin(initial, model, caplog):
@@ -53,17 +66,27 @@ def begin(initial, model, caplog):
 
 
 @pytest.mark.report(
-    "Open-Athena/MarinFold#198", "EveryVoiceTTS/EveryVoice#243", listed="second 17",
-    right="fields in which the model differs from that of the weights are named, where no shape tells them",
+    "Open-Athena/MarinFold#198",
+    "EveryVoiceTTS/EveryVoice#243",
+    listed="second 17",
+    right=(
+        "fields in which the model differs from that of the weights are named, where no shape "
+        "tells them"
+    ),
     hit="theta, norm_eps and the scale of scores changed without a word",
-)  # fmt: skip
+)
 def test_weights_of_another_config_are_told(tmp_path, caplog):
     families.save(tmp_path / "a", families.Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"))
     other = replace(LLAMA, positions=Rope(1e4), norm_eps=1e-3, attention_scale=1.0)
     tree, said = begin(tmp_path / "a", other, caplog)
     assert jax.tree.all(jax.tree.map(np.array_equal, tree, drawn(LLAMA)))
-    assert all(name in said for name in ("positions", "500000.0", "norm_eps: 1e-05 -> 0.001", "attention_scale"))
-    harmless = replace(LLAMA, num_kv_heads=2, context_length=16, remat="full", dropout_rate=0.1, init_std=0.5)
+    assert all(
+        name in said
+        for name in ("positions", "500000.0", "norm_eps: 1e-05 -> 0.001", "attention_scale")
+    )
+    harmless = replace(
+        LLAMA, num_kv_heads=2, context_length=16, remat="full", dropout_rate=0.1, init_std=0.5
+    )
     assert begin(tmp_path / "a", harmless, caplog)[1] == ""
 
 
@@ -78,19 +101,29 @@ def test_a_run_of_another_config_is_told(tmp_path, caplog):
     other = replace(OF_GOLDEN, norm_eps=0.5, feedforward="gelu", masks=(masks.full(),))
     said = begin(tmp_path / "golden", other, caplog)[1]
     assert all(f"{name}: " in said for name in ("norm_eps", "feedforward", "masks"))
-    assert begin(tmp_path / "golden", replace(OF_GOLDEN, remat="full", dropout_rate=0.1), caplog)[1] == ""
+    assert (
+        begin(tmp_path / "golden", replace(OF_GOLDEN, remat="full", dropout_rate=0.1), caplog)[1]
+        == ""
+    )
     # a new field with its default is no difference to a run from before it
     described = json.loads((GOLDEN / "config.json").read_text())
     del described["model"]["attention_softcap"], described["model"]["embedding"]
     (tmp_path / "golden" / "config.json").write_text(json.dumps(described))
     assert FromRun(str(tmp_path / "golden")).differences(OF_GOLDEN) == []
-    assert FromRun(str(tmp_path / "golden")).differences(replace(OF_GOLDEN, attention_softcap=3.0)) != []
+    assert (
+        FromRun(str(tmp_path / "golden")).differences(replace(OF_GOLDEN, attention_softcap=3.0))
+        != []
+    )
 
 
 @pytest.mark.report(
-    "torchgeo/torchgeo#4036", "jaredpalmer/kev#9",
-    right="initial parameters are all read or the run does not start: a missing tensor is named, none is random",
-)  # fmt: skip
+    "torchgeo/torchgeo#4036",
+    "jaredpalmer/kev#9",
+    right=(
+        "initial parameters are all read or the run does not start: a missing tensor is named, "
+        "none is random"
+    ),
+)
 def test_no_initial_parameter_is_random(tmp_path):
     families.save(tmp_path / "a", families.Checkpoint(LLAMA, drawn(LLAMA), model_type="llama"))
     path = tmp_path / "a" / "model.safetensors"
@@ -113,9 +146,13 @@ def test_weights_of_another_head_are_refused(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "mapbox/robosat#169", "facebookresearch/detectron2#429",
-    right="a run takes the weights of another alone: step, optimizer state and learning rate are its own",
-)  # fmt: skip
+    "mapbox/robosat#169",
+    "facebookresearch/detectron2#429",
+    right=(
+        "a run takes the weights of another alone: step, optimizer state and learning rate are "
+        "its own"
+    ),
+)
 def test_a_run_begins_its_own_schedule(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "golden")
     recipe = recipe_of(OF_GOLDEN, schedule=Constant(warmup=10))
@@ -139,9 +176,12 @@ def test_a_run_goes_on_from_a_lora_run(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     source = config.read("experiments/tiny.py")
     text = source.text.replace(
-        "experiment = Experiment(", "from jaxformer.models.adaptation import Lora\nexperiment = Experiment("
+        "experiment = Experiment(",
+        "from jaxformer.models.adaptation import Lora\nexperiment = Experiment(",
     )
-    text = text.replace("steps=6", "steps=2, adaptation=Lora(rank=2), initial=lambda spec, key: start(spec, key)")
+    text = text.replace(
+        "steps=6", "steps=2, adaptation=Lora(rank=2), initial=lambda spec, key: start(spec, key)"
+    )
     text = "from jaxformer.params import init as start\n" + text
     (tmp_path / "experiments" / "adapted.py").write_text(text)
     source = config.read("experiments/adapted.py")

@@ -1,4 +1,5 @@
-"""Texts with classes: what users of transformers, datasets, scikit-learn and others reported about labels and texts."""
+"""Texts with classes: what users of transformers, datasets, scikit-learn and others reported about
+labels and texts."""
 
 import json
 
@@ -13,15 +14,22 @@ from jaxformer.models import Classification, ModelConfig
 
 
 def model_of(classes, length=16):
-    return ModelConfig(300, 1, 8, 1, length, masks=(masks.full(),), heads=(Classification(classes),))
+    return ModelConfig(
+        300, 1, 8, 1, length, masks=(masks.full(),), heads=(Classification(classes),)
+    )
 
 
 def opened(folder, train, validation=None, classes=3, length=16, **more):
     """The data set of rows (text, label)."""
     paths = []
-    for name, rows in (("train", train), ("validation", train if validation is None else validation)):
+    for name, rows in (
+        ("train", train),
+        ("validation", train if validation is None else validation),
+    ):
         paths.append(folder / f"{name}.jsonl")
-        paths[-1].write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+        paths[-1].write_text(
+            "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows)
+        )
     return Labelled(*map(str, paths), **more).open(model_of(classes, length))
 
 
@@ -58,7 +66,11 @@ def test_numbers_as_names_are_in_order(tmp_path):
     names = [str(number) for number in range(11)]
     assert opened(tmp_path, texts(names[::-1]), classes=11).train.labels == list(range(11))[::-1]
     assert opened(tmp_path, texts(["5", "1", "3"]), classes=5).train.labels == [2, 0, 1]
-    assert opened(tmp_path, texts(["10", "9", "b"])).train.labels == [0, 1, 2]  # not all are numbers: the alphabet
+    assert opened(tmp_path, texts(["10", "9", "b"])).train.labels == [
+        0,
+        1,
+        2,
+    ]  # not all are numbers: the alphabet
 
 
 @pytest.mark.report(
@@ -76,12 +88,21 @@ def test_whole_floats_are_classes(tmp_path):
 
 
 @pytest.mark.report(
-    "etano/productner#11", "argilla-io/biome-text#336",
-    right="A label that nobody filled in is a bad row, not a class; blanks around a name do not make another class.",
-    hit="An empty name was class 0 and moved all others by one; ' pos' was another class than 'pos'.",
-)  # fmt: skip
+    "etano/productner#11",
+    "argilla-io/biome-text#336",
+    right=(
+        "A label that nobody filled in is a bad row, not a class; blanks around a name do not "
+        "make another class."
+    ),
+    hit=(
+        "An empty name was class 0 and moved all others by one; ' pos' was another class than "
+        "'pos'."
+    ),
+)
 def test_an_empty_label_is_no_class(tmp_path):
-    dataset = opened(tmp_path, texts(["neg", "", "pos", "  ", " pos\n"]), classes=2, bad_rows="skip")
+    dataset = opened(
+        tmp_path, texts(["neg", "", "pos", "  ", " pos\n"]), classes=2, bad_rows="skip"
+    )
     assert dataset.train.labels == [0, 1, 1]
     assert "4 no label" in dataset.description
     with pytest.raises(ConfigError, match=r"train\.jsonl:2: no label"):
@@ -120,9 +141,11 @@ def test_validation_has_the_numbers_of_training(tmp_path):
 
 
 @pytest.mark.report(
-    "lightgbm-org/LightGBM#4626", "scikit-learn/scikit-learn#19830", "EducationalTestingService/skll#279",
+    "lightgbm-org/LightGBM#4626",
+    "scikit-learn/scikit-learn#19830",
+    "EducationalTestingService/skll#279",
     right="A class that training lacks is refused by row and name, or skipped and counted.",
-)  # fmt: skip
+)
 def test_a_class_that_training_lacks_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"validation\.jsonl:2: .*'qux'.*\['bar', 'foo'\]"):
         opened(tmp_path, texts(["foo", "bar"]), texts(["foo", "qux"]))
@@ -148,10 +171,13 @@ def test_a_long_text_keeps_its_first_token(tmp_path, length):
 
 
 @pytest.mark.report(
-    "allenai/longformer#160", "huggingface/transformers#12763",
-    right="An id outside the table of embeddings is refused; the vocabulary counts the first token.",
+    "allenai/longformer#160",
+    "huggingface/transformers#12763",
+    right=(
+        "An id outside the table of embeddings is refused; the vocabulary counts the first token."
+    ),
     hit="first_token=-1 was taken.",
-)  # fmt: skip
+)
 def test_the_first_token_is_an_id(tmp_path):
     assert opened(tmp_path, texts([0]), first_token=299).vocab_size == 300
     with pytest.raises(ConfigError, match=r"data\.first_token=-1"):
@@ -159,9 +185,13 @@ def test_the_first_token_is_an_id(tmp_path):
 
 
 @pytest.mark.report(
-    "rasbt/LLMs-from-scratch#566", "QData/TextAttack#413",
-    right="Padding is marked as such, so that the classes of a text do not depend on how much is behind it.",
-)  # fmt: skip
+    "rasbt/LLMs-from-scratch#566",
+    "QData/TextAttack#413",
+    right=(
+        "Padding is marked as such, so that the classes of a text do not depend on how much is "
+        "behind it."
+    ),
+)
 def test_padding_is_marked(tmp_path):
     short, long = (opened(tmp_path, [("words", 0)], length=length).train[0] for length in (8, 16))
     for row in (short, long):
@@ -172,7 +202,25 @@ def test_padding_is_marked(tmp_path):
 
 # --- any labels
 
-LABELS = (0, 1, 2, True, 2.0, "b", "a", "7", 3, -1, 1.5, float("nan"), float("inf"), None, "", [0], {"of": 1})
+LABELS = (
+    0,
+    1,
+    2,
+    True,
+    2.0,
+    "b",
+    "a",
+    "7",
+    3,
+    -1,
+    1.5,
+    float("nan"),
+    float("inf"),
+    None,
+    "",
+    [0],
+    {"of": 1},
+)
 
 
 def number_of(label, names, classes):
@@ -188,7 +236,10 @@ def number_of(label, names, classes):
     "dotnet/machinelearning#6534",
     "EricFillion/happy-transformer#248",
     listed="third 10",
-    right="A label that is no class (missing, -1, from one on, of another kind) is refused by its row.",
+    right=(
+        "A label that is no class (missing, -1, from one on, of another kind) is refused by its "
+        "row."
+    ),
 )
 @given(st.lists(st.sampled_from(LABELS), min_size=1, max_size=6), st.integers(1, 4))
 @example([1, 2, 3], 3)
@@ -219,7 +270,10 @@ def test_a_label_is_a_class_or_refused(tmp_path_factory, labels, classes):
 @pytest.mark.report(
     "dotnet/machinelearning#6534",
     listed="third 10",
-    right="A row without the field of the label is refused; with bad_rows=skip it is left out and counted.",
+    right=(
+        "A row without the field of the label is refused; with bad_rows=skip it is left out and "
+        "counted."
+    ),
 )
 def test_a_row_without_the_field_is_no_class(tmp_path):
     for name in ("train", "validation"):

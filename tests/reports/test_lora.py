@@ -1,4 +1,5 @@
-"""Low-rank updates and other adaptations: what users of PEFT and its peers reported, tried on ours."""
+"""Low-rank updates and other adaptations: what users of PEFT and its peers reported, tried on
+ours."""
 
 import re
 from dataclasses import replace
@@ -27,7 +28,12 @@ def start(spec, key):
 
 def recipe_of(model=GPT, **changes):
     objective = {"objective": ClassCrossEntropy()} if model is CLASSES else {}
-    fields = {"name": "a", "data": Reverse(vocab_size=12, length=3), "initial": start, "adaptation": Lora()}
+    fields = {
+        "name": "a",
+        "data": Reverse(vocab_size=12, length=3),
+        "initial": start,
+        "adaptation": Lora(),
+    }
     return build(Experiment(**fields | objective | {"model": model} | changes))
 
 
@@ -38,35 +44,58 @@ def drawn(spec, dtype=np.float32):
 
 
 def trained(recipe):
-    return [path for path in params.paths(recipe.spec) if not re.search(recipe.frozen or "$^", path)]
+    return [
+        path for path in params.paths(recipe.spec) if not re.search(recipe.frozen or "$^", path)
+    ]
 
 
 @pytest.mark.report(
-    "huggingface/peft#1959", "NVIDIA-NeMo/Megatron-Bridge#1738", "dllm-reasoning/d1#6",
-    right="a target that no matrix has is named, also where another target of the same pattern has one",
-    hit="only a pattern without any matrix was refused; of attention/(query|valu) nobody heard that valu has none",
-)  # fmt: skip
+    "huggingface/peft#1959",
+    "NVIDIA-NeMo/Megatron-Bridge#1738",
+    "dllm-reasoning/d1#6",
+    right=(
+        "a target that no matrix has is named, also where another target of the same pattern has "
+        "one"
+    ),
+    hit=(
+        "only a pattern without any matrix was refused; of attention/(query|valu) nobody heard "
+        "that valu has none"
+    ),
+)
 def test_a_target_that_there_is_not_is_named(caplog):
     with caplog.at_level("WARNING", "jaxformer"):
         recipe = recipe_of(adaptation=Lora("attention/(query|valu)/kernel"))
         recipe_of(adaptation=Lora("attention/(query|valu)/kernel"))
         recipe_of(adaptation=Lora("attention/(query|value)/kernel"))
-    assert {path.split("/")[-2] for path in trained(recipe) if path.startswith("factors/")} == {"kernel"}
+    assert {path.split("/")[-2] for path in trained(recipe) if path.startswith("factors/")} == {
+        "kernel"
+    }
     (line,) = [text for text in caplog.messages if "matches nothing" in text]  # said once
-    assert line.startswith("lora: valu of 'attention/(query|valu)/kernel' matches nothing; correct it")
+    assert line.startswith(
+        "lora: valu of 'attention/(query|valu)/kernel' matches nothing; correct it"
+    )
 
 
 @pytest.mark.report(
-    "4AI/LS-LLaMA#3", "huggingface/peft#1070", listed="first 09",
-    right="the head of a new task trains beside the factors; the head of a language model stays frozen",
+    "4AI/LS-LLaMA#3",
+    "huggingface/peft#1070",
+    listed="first 09",
+    right=(
+        "the head of a new task trains beside the factors; the head of a language model stays "
+        "frozen"
+    ),
     hit="every head was frozen, so that a new one stayed random",
-)  # fmt: skip
+)
 def test_a_new_head_trains():
     heads = {path for path in trained(recipe_of(CLASSES)) if "/heads/" in path}
     assert heads == {"weights/heads/classification/kernel", "weights/heads/classification/bias"}
     untied = replace(GPT, tie_embeddings=False, heads=(LanguageModel(bias=True),))
     assert all(path.startswith("factors/") for path in trained(recipe_of(untied)))
-    assert not [path for path in trained(recipe_of(CLASSES, adaptation=Lora(trains=None))) if "heads" in path]
+    assert not [
+        path
+        for path in trained(recipe_of(CLASSES, adaptation=Lora(trains=None)))
+        if "heads" in path
+    ]
     with_norms = trained(recipe_of(adaptation=Lora(trains="norm/")))
     assert {path.split("/")[-2] for path in with_norms if path.startswith("weights/")} == {
         "attention_norm", "feedforward_norm", "final_norm",
@@ -74,16 +103,30 @@ def test_a_new_head_trains():
 
 
 @pytest.mark.report(
-    "paiml/entrenar#276", listed="third 18",
-    right="a rank below 1, an alpha that is no positive number and a broken pattern are refused by name",
-    hit="rank 0 and -1, alpha 0 and nan were taken or failed inside JAX, and a broken pattern was a traceback",
-)  # fmt: skip
+    "paiml/entrenar#276",
+    listed="third 18",
+    right=(
+        "a rank below 1, an alpha that is no positive number and a broken pattern are refused by "
+        "name"
+    ),
+    hit=(
+        "rank 0 and -1, alpha 0 and nan were taken or failed inside JAX, and a broken pattern "
+        "was a traceback"
+    ),
+)
 @pytest.mark.parametrize(
     ("settings", "name"),
-    [({"rank": 0}, "rank=0"), ({"rank": -1}, "rank=-1"), ({"alpha": 0.0}, "alpha=0"), ({"alpha": float("nan")}, "alpha=nan"),
-     ({"alpha": float("inf")}, "alpha=inf"), ({"pattern": "("}, "regular expression"), ({"trains": "["}, "regular expression"),
-     ({"pattern": "heads/", "trains": "heads/"}, "matches all")],
-)  # fmt: skip
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"rank": -1}, "rank=-1"),
+        ({"alpha": 0.0}, "alpha=0"),
+        ({"alpha": float("nan")}, "alpha=nan"),
+        ({"alpha": float("inf")}, "alpha=inf"),
+        ({"pattern": "("}, "regular expression"),
+        ({"trains": "["}, "regular expression"),
+        ({"pattern": "heads/", "trains": "heads/"}, "matches all"),
+    ],
+)
 def test_settings_that_mean_nothing_are_refused(settings, name):
     with pytest.raises(ConfigError, match=name):
         recipe_of(replace(CLASSES), adaptation=Lora(**settings), objective=ClassCrossEntropy())
@@ -97,10 +140,14 @@ def test_the_update_is_scaled_by_alpha_over_rank():
     recipe = recipe_of(adaptation=Lora(pattern="query/kernel$", rank=4, alpha=6.0))
     tree = drawn(recipe.spec)
     merged = recipe.weights(tree)["layers"]["attention"]["query"]["kernel"]
-    a, b = (tree["factors"]["layers/attention/query/kernel"][name].astype(np.float64) for name in "ab")
+    a, b = (
+        tree["factors"]["layers/attention/query/kernel"][name].astype(np.float64) for name in "ab"
+    )
     before = tree["weights"]["layers"]["attention"]["query"]["kernel"]
     expected = before + 6 / 4 * np.einsum("ldr,lrnh->ldnh", a, b)
-    np.testing.assert_allclose(np.asarray(merged), expected, rtol=1e-5, atol=1e-5)  # float32 against float64
+    np.testing.assert_allclose(
+        np.asarray(merged), expected, rtol=1e-5, atol=1e-5
+    )  # float32 against float64
 
 
 @pytest.mark.report(
@@ -114,24 +161,35 @@ def test_a_pattern_without_a_matrix_is_refused(pattern):
 
 
 @pytest.mark.report(
-    "huggingface/peft#2018", "huggingface/transformers#45127",
-    right="the head of a tied model has no factors of its own, which would change the table too: refused",
-)  # fmt: skip
+    "huggingface/peft#2018",
+    "huggingface/transformers#45127",
+    right=(
+        "the head of a tied model has no factors of its own, which would change the table too: "
+        "refused"
+    ),
+)
 def test_the_head_of_a_tied_model_has_no_factors():
     with pytest.raises(ConfigError, match="no matrix matches"):
         recipe_of(adaptation=Lora(pattern="heads/language_model|embedding/tokens"))
-    untied = recipe_of(replace(GPT, tie_embeddings=False), adaptation=Lora(pattern="heads/language_model"))
+    untied = recipe_of(
+        replace(GPT, tie_embeddings=False), adaptation=Lora(pattern="heads/language_model")
+    )
     tree = drawn(untied.spec)
     merged = untied.weights(tree)
     assert np.array_equal(merged["embedding"]["tokens"], tree["weights"]["embedding"]["tokens"])
-    assert not np.allclose(merged["heads"]["language_model"]["kernel"], tree["weights"]["heads"]["language_model"]["kernel"])
+    assert not np.allclose(
+        merged["heads"]["language_model"]["kernel"],
+        tree["weights"]["heads"]["language_model"]["kernel"],
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/torchtitan#3438",
-    right="norms, tables and biases are frozen as matrices are: an update with decay moves no weight",
-)  # fmt: skip
+    right=(
+        "norms, tables and biases are frozen as matrices are: an update with decay moves no weight"
+    ),
+)
 @pytest.mark.report(
     "ServiceNow/Fast-LLM#183", right="frozen weights have no state of the optimizer"
 )  # fmt: skip
@@ -147,8 +205,9 @@ def test_only_the_factors_move_and_have_a_state():
 
 
 @pytest.mark.report(
-    "cloneofsimo/lora#26", right="layers that are computed again have the gradients of factors that kept layers have"
-)  # fmt: skip
+    "cloneofsimo/lora#26",
+    right="layers that are computed again have the gradients of factors that kept layers have",
+)
 @pytest.mark.thorough
 def test_layers_computed_again_train_the_factors():
     def gradients(remat):
@@ -165,7 +224,11 @@ def test_layers_computed_again_train_the_factors():
 
     kept, again = gradients("none"), gradients("full")
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(again))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-3 * np.abs(b).max()), again, kept)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-3 * np.abs(b).max()),
+        again,
+        kept,
+    )
 
 
 @pytest.mark.thorough
@@ -178,25 +241,40 @@ def test_a_merge_into_bfloat16_rounds_once():
     factors = drawn(adaptation.lora(spec, "kernel$", 3), ml_dtypes.bfloat16)
     weights = drawn(spec, ml_dtypes.bfloat16)
     wide = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
-    narrow = adaptation.merge(jax.tree.map(jnp.asarray, weights), jax.tree.map(jnp.asarray, factors), 0.7)
+    narrow = adaptation.merge(
+        jax.tree.map(jnp.asarray, weights), jax.tree.map(jnp.asarray, factors), 0.7
+    )
     exact = adaptation.merge(wide(weights), wide(factors), 0.7)
-    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b.astype(jnp.bfloat16)), narrow, exact))
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: np.array_equal(a, b.astype(jnp.bfloat16)), narrow, exact)
+    )
 
 
 @pytest.mark.report(
     "unslothai/unsloth-zoo#1087",
-    right="a merged model keeps its trained head and its class names in the folder that other tools read",
-)  # fmt: skip
+    right=(
+        "a merged model keeps its trained head and its class names in the folder that other "
+        "tools read"
+    ),
+)
 def test_a_merged_model_keeps_its_head(tmp_path):
-    model = replace(CLASSES, masks=(masks.causal(),), heads=(Classification(3, pool="last", pooler=None, bias=False),))
+    model = replace(
+        CLASSES,
+        masks=(masks.causal(),),
+        heads=(Classification(3, pool="last", pooler=None, bias=False),),
+    )
     recipe = recipe_of(model, objective=ClassCrossEntropy())
     tree = drawn(recipe.spec)
     merged = recipe.weights(tree)
     names = ("negative", "none", "positive")
-    families.save(tmp_path / "a", families.Checkpoint(model, merged, labels=names, model_type="gpt2"))
+    families.save(
+        tmp_path / "a", families.Checkpoint(model, merged, labels=names, model_type="gpt2")
+    )
     loaded = families.load(tmp_path / "a")
     assert loaded.labels == names
-    assert jax.tree.all(jax.tree.map(np.array_equal, loaded.params, jax.tree.map(np.asarray, merged)))
+    assert jax.tree.all(
+        jax.tree.map(np.array_equal, loaded.params, jax.tree.map(np.asarray, merged))
+    )
     head = loaded.params["heads"]["classification"]["kernel"]
     assert np.array_equal(head, tree["weights"]["heads"]["classification"]["kernel"])
 
@@ -215,13 +293,18 @@ def test_another_vocabulary_reaches_every_part(tied, size):
     assert params.mismatch(models.spec(new), weights) is None
     kept = min(size, 13)
     before, after = drawn(models.spec(model)), params.paths(weights)
-    assert np.array_equal(after["heads/language_model/bias"][:kept], before["heads"]["language_model"]["bias"][:kept])
+    assert np.array_equal(
+        after["heads/language_model/bias"][:kept], before["heads"]["language_model"]["bias"][:kept]
+    )
     assert np.array_equal(after["embedding/tokens"][:kept], before["embedding"]["tokens"][:kept])
 
 
 @pytest.mark.report(
     "huggingface/peft#1355",
-    right="to merge changes nothing that was given: merged again from the same weights, the model is the same",
+    right=(
+        "to merge changes nothing that was given: merged again from the same weights, the model "
+        "is the same"
+    ),
 )
 def test_a_merge_changes_nothing_that_was_given():
     spec = models.spec(GPT)
@@ -230,4 +313,7 @@ def test_a_merge_changes_nothing_that_was_given():
     first, second = (adaptation.merge(weights, factors, 0.5) for _ in range(2))
     assert jax.tree.all(jax.tree.map(np.array_equal, weights, before))
     assert jax.tree.all(jax.tree.map(np.array_equal, first, second))
-    assert not np.array_equal(first["layers"]["attention"]["query"]["kernel"], before["layers"]["attention"]["query"]["kernel"])
+    assert not np.array_equal(
+        first["layers"]["attention"]["query"]["kernel"],
+        before["layers"]["attention"]["query"]["kernel"],
+    )

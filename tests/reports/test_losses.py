@@ -45,13 +45,21 @@ def test_ignored_tokens_have_no_smoothing():
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "eladhoffer/utils.pytorch#4", "huggingface/transformers#7546",
-    right="the mean is over tokens that count: padding changes neither loss nor gradient of a token",
-)  # fmt: skip
+    "eladhoffer/utils.pytorch#4",
+    "huggingface/transformers#7546",
+    right=(
+        "the mean is over tokens that count: padding changes neither loss nor gradient of a token"
+    ),
+)
 def test_padding_does_not_dilute_the_mean():
-    alone, padded = (cross_entropy(LOGITS, LABELS, w, label_smoothing=0.1) for w in (None, jnp.ones(5)))
+    alone, padded = (
+        cross_entropy(LOGITS, LABELS, w, label_smoothing=0.1) for w in (None, jnp.ones(5))
+    )
     more = cross_entropy(
-        jnp.pad(LOGITS, ((0, 20), (0, 0))), jnp.pad(LABELS, (0, 20)), jnp.pad(jnp.ones(5), (0, 20)), label_smoothing=0.1
+        jnp.pad(LOGITS, ((0, 20), (0, 0))),
+        jnp.pad(LABELS, (0, 20)),
+        jnp.pad(jnp.ones(5), (0, 20)),
+        label_smoothing=0.1,
     )
     for sums in (padded, more):
         np.testing.assert_allclose(sums.loss / sums.weight, alone.loss / 5, rtol=1e-6)
@@ -97,15 +105,23 @@ def test_first_and_last_class_count():
         sums = cross_entropy(LOGITS, jnp.full(5, label))
         np.testing.assert_allclose(sums.loss, by_hand(LOGITS, [label] * 5).sum(), rtol=1e-6)
         assert sums.weight == 5
-    assert np.isnan(cross_entropy(LOGITS, jnp.full(5, V)).loss)  # seen, not clipped to the last class
+    assert np.isnan(
+        cross_entropy(LOGITS, jnp.full(5, V)).loss
+    )  # seen, not clipped to the last class
 
 
 @pytest.mark.report(
-    "OpenNMT/OpenNMT#570", "OpenNMT/OpenNMT-py#1463",
-    right="an ignored label of -100 takes nothing away from any class: all classes share the smoothing",
-)  # fmt: skip
+    "OpenNMT/OpenNMT#570",
+    "OpenNMT/OpenNMT-py#1463",
+    right=(
+        "an ignored label of -100 takes nothing away from any class: all classes share the "
+        "smoothing"
+    ),
+)
 def test_targets_of_smoothing_sum_to_one():
-    gradient = value_and_grad(LOGITS, LABELS.at[0].set(-100), jnp.array([0, 1.0, 1, 1, 1]), label_smoothing=0.3)[1]
+    gradient = value_and_grad(
+        LOGITS, LABELS.at[0].set(-100), jnp.array([0, 1.0, 1, 1, 1]), label_smoothing=0.3
+    )[1]
     target = np.asarray(jax.nn.softmax(LOGITS) - gradient)[1:]
     expected = 0.7 * np.eye(V)[np.asarray(LABELS)[1:]] + 0.3 / V
     np.testing.assert_allclose(target, expected, atol=1e-6)
@@ -124,12 +140,16 @@ def test_chunks_with_a_weight_for_each_token(chunk):
     weights = jnp.arange(10.0).reshape(2, 5) / 7
 
     def whole(hidden, head):
-        return cross_entropy(jnp.einsum("btd,vd->btv", hidden, head, precision="highest"), labels, weights).loss
+        return cross_entropy(
+            jnp.einsum("btd,vd->btv", hidden, head, precision="highest"), labels, weights
+        ).loss
 
     def chunked(hidden, head):
         return 3 * projected_cross_entropy(hidden, head, labels, weights, chunk=chunk).loss
 
-    for found, expected in zip(*(jax.grad(f, (0, 1))(hidden, head) for f in (chunked, whole)), strict=True):
+    for found, expected in zip(
+        *(jax.grad(f, (0, 1))(hidden, head) for f in (chunked, whole)), strict=True
+    ):
         np.testing.assert_allclose(found, 3 * expected, atol=2e-5)
 
 
@@ -159,7 +179,9 @@ def test_capped_logits_in_chunks():
     labels = jnp.array([[0, 3, 6, 2]])
     capped = lambda x: 2 * jnp.tanh(jnp.einsum("btd,vd->btv", x, head, precision="highest") / 2)
     whole = jax.value_and_grad(lambda x: cross_entropy(capped(x), labels).loss)(hidden)
-    parts = jax.value_and_grad(lambda x: projected_cross_entropy(x, head, labels, softcap=2.0, chunk=3).loss)(hidden)
+    parts = jax.value_and_grad(
+        lambda x: projected_cross_entropy(x, head, labels, softcap=2.0, chunk=3).loss
+    )(hidden)
     for found, expected in zip(parts, whole, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 
@@ -179,10 +201,15 @@ def test_the_loss_without_a_gradient():
 @pytest.mark.thorough
 @pytest.mark.report(
     "google/flax#2593",
-    right="another key is another mask, and the same key the same one; rate 1 keeps nothing, without NaN",
-)  # fmt: skip
+    right=(
+        "another key is another mask, and the same key the same one; rate 1 keeps nothing, "
+        "without NaN"
+    ),
+)
 def test_dropout_at_its_ends():
-    value, gradient = jax.value_and_grad(lambda x: dropout(x, 1.0, jax.random.key(0)).sum())(jnp.ones(4))
+    value, gradient = jax.value_and_grad(lambda x: dropout(x, 1.0, jax.random.key(0)).sum())(
+        jnp.ones(4)
+    )
     assert value == 0 and (gradient == 0).all()
     masks = [dropout(jnp.ones(64), 0.5, jax.random.key(i)) for i in range(2)]
     assert (masks[0] != masks[1]).any()
@@ -190,9 +217,13 @@ def test_dropout_at_its_ends():
 
 
 @pytest.mark.report(
-    "Dao-AILab/flash-attention#771", listed="second 22",
-    right="a dropped weight is scaled by 1 / (1 - rate) in float32, so that the mean stays in bfloat16",
-)  # fmt: skip
+    "Dao-AILab/flash-attention#771",
+    listed="second 22",
+    right=(
+        "a dropped weight is scaled by 1 / (1 - rate) in float32, so that the mean stays in "
+        "bfloat16"
+    ),
+)
 def test_dropout_keeps_the_mean():
     x = jnp.ones(2**14, jnp.bfloat16)
     mean = np.asarray(partial(dropout, x, 0.1)(jax.random.key(0)), np.float64).mean()
@@ -203,10 +234,14 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.report(
-    "google-deepmind/optax#205", "elixir-nx/axon#662",
+    "google-deepmind/optax#205",
+    "elixir-nx/axon#662",
     right="labels and weights of another shape than the tokens' are refused by name",
-    hit="one label was spread over all tokens, and one weight counted once for the sum of all: the loss was twice too large",
-)  # fmt: skip
+    hit=(
+        "one label was spread over all tokens, and one weight counted once for the sum of all: "
+        "the loss was twice too large"
+    ),
+)
 @pytest.mark.parametrize("shape", [(1,), (5, 1), (), (4,)])
 def test_labels_and_weights_are_not_spread(as_users_call, shape):
     other = jnp.ones(shape, int)
@@ -222,26 +257,40 @@ def test_labels_and_weights_are_not_spread(as_users_call, shape):
 
 
 @pytest.mark.report(
-    "NVIDIA/Megatron-LM#6590", "EricLBuehler/mistral.rs#1930", right="a softcap of 0 and a chunk below 1 are refused",
-    hit="a softcap of 0 made all logits 0, a loss of log V; a chunk of 0 was the default, and -1 an error of a reshape",
-)  # fmt: skip
+    "NVIDIA/Megatron-LM#6590",
+    "EricLBuehler/mistral.rs#1930",
+    right="a softcap of 0 and a chunk below 1 are refused",
+    hit=(
+        "a softcap of 0 made all logits 0, a loss of log V; a chunk of 0 was the default, and -1 "
+        "an error of a reshape"
+    ),
+)
 def test_options_of_the_projected_loss_are_checked():
     hidden, head = jnp.ones((1, 5, 3)), jnp.ones((V, 3))
-    for options in ({"softcap": 0.0}, {"softcap": -2.0}, {"softcap": float("nan")}, {"chunk": 0}, {"chunk": -1}):
+    for options in (
+        {"softcap": 0.0},
+        {"softcap": -2.0},
+        {"softcap": float("nan")},
+        {"chunk": 0},
+        {"chunk": -1},
+    ):
         with pytest.raises(ValueError, match=f"projected_cross_entropy: {next(iter(options))}"):
             projected_cross_entropy(hidden, head, LABELS[None], **options)
 
 
 @pytest.mark.report(
-    "jax-ml/jax#16049", right="forward mode is refused by the error of the other functions, which says what to take",
+    "jax-ml/jax#16049",
+    right="forward mode is refused by the error of the other functions, which says what to take",
     hit="JAX's own TypeError about a custom_vjp function",
-)  # fmt: skip
+)
 def test_forward_mode_of_the_projected_loss_says_what_to_take():
     hidden, head = jnp.ones((1, 5, 3)), jnp.ones((V, 3))
     loss = lambda hidden: projected_cross_entropy(hidden, head, LABELS[None]).loss
     with pytest.raises(NotImplementedError, match="projected_cross_entropy: no forward mode"):
         jax.jvp(loss, (hidden,), (hidden,))
-    assert jnp.isfinite(jax.grad(lambda h: jnp.vdot(jax.grad(loss)(h), h))(hidden)).all()  # in reverse, twice
+    assert jnp.isfinite(
+        jax.grad(lambda h: jnp.vdot(jax.grad(loss)(h), h))(hidden)
+    ).all()  # in reverse, twice
 
 
 @pytest.mark.report(
@@ -257,10 +306,15 @@ def test_labels_of_64_bits(as_users_call, recwarn):
 
 
 @pytest.mark.report(
-    "pytorch/pytorch#134767", "keras-team/keras#23504", "pykeen/pykeen#1580",
-    right="a label smoothing outside of [0, 1) is refused, by the objective of tokens and by that of classes",
+    "pytorch/pytorch#134767",
+    "keras-team/keras#23504",
+    "pykeen/pykeen#1580",
+    right=(
+        "a label smoothing outside of [0, 1) is refused, by the objective of tokens and by that "
+        "of classes"
+    ),
     hit="ClassCrossEntropy took -3, 1.5 and NaN, and trained on negative targets",
-)  # fmt: skip
+)
 @pytest.mark.parametrize("objective", [TokenCrossEntropy, ClassCrossEntropy])
 @pytest.mark.parametrize("share", [-3.0, 1.0, 1.5, float("nan")])
 def test_a_smoothing_is_a_share(objective, share):

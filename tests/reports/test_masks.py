@@ -1,4 +1,5 @@
-"""Masks: what users of other projects saw go wrong with causality, windows, packing, padding and block maps."""
+"""Masks: what users of other projects saw go wrong with causality, windows, packing, padding and
+block maps."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,10 +28,14 @@ def test_and_or_not_of_masks_are_refused():
 
 
 @pytest.mark.report(
-    "idiap/fast-transformers#101", "hyunwoongko/transformer#32",
-    right="a padding mask where lengths belong is refused, and the message names the mask that takes it",
+    "idiap/fast-transformers#101",
+    "hyunwoongko/transformer#32",
+    right=(
+        "a padding mask where lengths belong is refused, and the message names the mask that "
+        "takes it"
+    ),
     hit="`lengths(kv=[B, S] of booleans)` ended in `zip() argument 2 is longer than argument 1`",
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     "build",
     [
@@ -58,10 +63,14 @@ def test_an_additive_mask_is_no_segment_ids(as_users_call):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "meta-pytorch/attention-gym#31", "vllm-project/speculators#196",
-    right="a mask made for a shorter sequence is refused for a longer one, not cut or filled in silence",
+    "meta-pytorch/attention-gym#31",
+    "vllm-project/speculators#196",
+    right=(
+        "a mask made for a shorter sequence is refused for a longer one, not cut or filled in "
+        "silence"
+    ),
     hit="tokens behind the end of the segment ids saw nothing and nobody saw them: zeros, unsaid",
-)  # fmt: skip
+)
 def test_segment_ids_shorter_than_the_sequence_are_refused():
     q = normal(0, 2, 6, 2, 4)
     with pytest.raises(ValueError, match="ids for 5 queries and 5 keys of 6 and 6"):
@@ -72,9 +81,14 @@ def test_segment_ids_shorter_than_the_sequence_are_refused():
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "NVIDIA/cutlass#2336", "pytorch/executorch#22426", "ml-explore/mlx#2967",
-    right="a causal mask of T queries and S keys aligns their ends in every kernel, for T below and above S",
-)  # fmt: skip
+    "NVIDIA/cutlass#2336",
+    "pytorch/executorch#22426",
+    "ml-explore/mlx#2967",
+    right=(
+        "a causal mask of T queries and S keys aligns their ends in every kernel, for T below "
+        "and above S"
+    ),
+)
 @pytest.mark.parametrize("T, S", [(1, 5), (3, 5), (5, 3), (4, 4)])
 def test_causal_masks_align_the_ends(T, S):
     expected = np.tri(T, S, S - T, dtype=bool)
@@ -89,7 +103,8 @@ def test_causal_masks_align_the_ends(T, S):
 
 
 @pytest.mark.report(
-    "Dao-AILab/flash-attention#1778", right="with more causal queries than keys the first queries see nothing: zeros, not NaN"
+    "Dao-AILab/flash-attention#1778",
+    right="with more causal queries than keys the first queries see nothing: zeros, not NaN",
 )
 def test_queries_before_all_keys_give_zeros():
     q, k = normal(4, 1, 5, 2, 4), normal(5, 1, 2, 2, 4)
@@ -101,9 +116,15 @@ def test_queries_before_all_keys_give_zeros():
 
 
 @pytest.mark.report(
-    "huggingface/transformers#39408", "NVIDIA-NeMo/Megatron-Bridge#2656", "apple/axlearn#1009", "zml/zml#763",
-    right="window(w) shows w keys before the query and itself; a published window of n keys is window(n - 1)",
-)  # fmt: skip
+    "huggingface/transformers#39408",
+    "NVIDIA-NeMo/Megatron-Bridge#2656",
+    "apple/axlearn#1009",
+    "zml/zml#763",
+    right=(
+        "window(w) shows w keys before the query and itself; a published window of n keys is "
+        "window(n - 1)"
+    ),
+)
 @pytest.mark.parametrize("left, right", [(0, 0), (3, 0), (3, 2)])
 def test_a_window_counts_the_query_itself_once(left, right):
     seen = np.asarray(masks.window(left, right).dense(12, 12)[0, 0]).sum(axis=1)
@@ -112,7 +133,9 @@ def test_a_window_counts_the_query_itself_once(left, right):
     assert masks.reach(mistral) == 4095
 
 
-@pytest.mark.report("proger/hippogriff#7", right="a negative window is refused; elsewhere it means no window at all")
+@pytest.mark.report(
+    "proger/hippogriff#7", right="a negative window is refused; elsewhere it means no window at all"
+)
 def test_a_negative_window_is_refused():
     for wrong in ((-256,), (3, -1)):
         with pytest.raises(ValueError, match="is an integer from 0"):
@@ -146,26 +169,41 @@ def test_blocks_are_those_of_the_dense_mask(mask, T, S, block):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "pytorch/pytorch#141126", right="a block-sparse mask with empty and lone blocks gives the values of its dense form"
+    "pytorch/pytorch#141126",
+    right="a block-sparse mask with empty and lone blocks gives the values of its dense form",
 )
 def test_block_sparse_masks_in_the_blockwise_kernel():
     layout = np.zeros((6, 6), bool)
     layout[[0, 1, 3, 5], [5, 1, 0, 2]] = True  # rows 2 and 4 see nothing
-    mask, (q, k, v) = masks.block_sparse(layout, 7), (normal(seed, 2, 42, 2, 4) for seed in (6, 7, 8))
-    reference, blockwise = (ops.attention(q, k, v, mask=mask, implementation=kernel) for kernel in ("reference", "blockwise"))
+    mask, (q, k, v) = (
+        masks.block_sparse(layout, 7),
+        (normal(seed, 2, 42, 2, 4) for seed in (6, 7, 8)),
+    )
+    reference, blockwise = (
+        ops.attention(q, k, v, mask=mask, implementation=kernel)
+        for kernel in ("reference", "blockwise")
+    )
     np.testing.assert_allclose(blockwise, reference, atol=2e-6)
     assert not np.asarray(blockwise[:, 14:21]).any()
 
 
 def tiny(**fields):
-    return models.ModelConfig(vocab_size=11, num_layers=2, d_model=16, num_heads=2, context_length=12, **fields)
+    return models.ModelConfig(
+        vocab_size=11, num_layers=2, d_model=16, num_heads=2, context_length=12, **fields
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "alex-hh/profam#495", "huggingface/nanoVLM#204", "mosaicml/llm-foundry#1464", "tensorflow/mesh#173",
-    right="in a packed row no token of one document changes the logits of another, and each counts from position 0",
-)  # fmt: skip
+    "alex-hh/profam#495",
+    "huggingface/nanoVLM#204",
+    "mosaicml/llm-foundry#1464",
+    "tensorflow/mesh#173",
+    right=(
+        "in a packed row no token of one document changes the logits of another, and each counts "
+        "from position 0"
+    ),
+)
 def test_packed_documents_are_those_alone():
     import jax
 
@@ -183,7 +221,10 @@ def test_packed_documents_are_those_alone():
 @pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#46773",
-    right="padding before the tokens changes nothing, in a batch of one row too, for softmax and for linear attention",
+    right=(
+        "padding before the tokens changes nothing, in a batch of one row too, for softmax and "
+        "for linear attention"
+    ),
 )
 @pytest.mark.parametrize("name", ["softmax", "linear"])
 def test_padding_in_a_batch_of_one_row(name):
@@ -198,10 +239,16 @@ def test_padding_in_a_batch_of_one_row(name):
 
 
 @pytest.mark.report(
-    "huggingface/transformers#7015", "allenai/longformer#254",
-    right="0 and 1 for each token are no positions of global tokens: they are refused, and booleans asked for",
-    hit="a mask of integers, as Hugging Face has it, made tokens 0 and 1 global, whatever it marked",
-)  # fmt: skip
+    "huggingface/transformers#7015",
+    "allenai/longformer#254",
+    right=(
+        "0 and 1 for each token are no positions of global tokens: they are refused, and "
+        "booleans asked for"
+    ),
+    hit=(
+        "a mask of integers, as Hugging Face has it, made tokens 0 and 1 global, whatever it marked"
+    ),
+)
 @pytest.mark.parametrize("array", [np.array, jnp.array])
 def test_flags_of_global_tokens_are_booleans(array):
     flags = array([[0, 0, 0, 1], [1, 0, 0, 0]])

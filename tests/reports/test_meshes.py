@@ -1,4 +1,5 @@
-"""One step on a mesh of tensor x context x expert x data against one device: losses, norms, gradients, masks, scores."""
+"""One step on a mesh of tensor x context x expert x data against one device: losses, norms,
+gradients, masks, scores."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,13 @@ from jaxformer.sharding import batch_sharding
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.optimizers import AdamW
 from jaxformer.training.recipe import build
-from jaxformer.training.step import abstract_state, init_state, make_train_step, state_shardings, state_specs
+from jaxformer.training.step import (
+    abstract_state,
+    init_state,
+    make_train_step,
+    state_shardings,
+    state_specs,
+)
 
 B, T, V = 4, 8, 12
 
@@ -33,25 +40,43 @@ class Nothing:
 
 
 MODEL = ModelConfig(
-    vocab_size=V, num_layers=1, d_model=8, num_heads=2, context_length=T, dropout_rate=0.3, init_std=0.3,
-    attention_implementation="reference", use_bias=False, feedforward=Mixture(2, 1, normalise=False, d_ff=8),
-)  # fmt: skip
+    vocab_size=V,
+    num_layers=1,
+    d_model=8,
+    num_heads=2,
+    context_length=T,
+    dropout_rate=0.3,
+    init_std=0.3,
+    attention_implementation="reference",
+    use_bias=False,
+    feedforward=Mixture(2, 1, normalise=False, d_ff=8),
+)
 SPLIT = Mesh(data=1, tensor=2, context=2, expert=2)
 EXPERIMENT = Experiment(
-    "mesh", MODEL, Nothing(), batch_size=B, steps=10, optimizer=AdamW(learning_rate=1e-2), clip_norm=0.1, ema_decay=0.5
+    "mesh",
+    MODEL,
+    Nothing(),
+    batch_size=B,
+    steps=10,
+    optimizer=AdamW(learning_rate=1e-2),
+    clip_norm=0.1,
+    ema_decay=0.5,
 )
 
 
 def batch_of():
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
-    weights = (np.arange(T) < rng.integers(1, T, B)[:, None]).astype(np.float32)  # rows of other lengths: 1 to 7 tokens count
+    weights = (np.arange(T) < rng.integers(1, T, B)[:, None]).astype(
+        np.float32
+    )  # rows of other lengths: 1 to 7 tokens count
     return {"tokens": tokens, "labels": jnp.roll(tokens, -1, 1), "weights": jnp.asarray(weights)}
 
 
 @pytest.fixture(scope="module")
 def ran():
-    """Two steps on one device; one on the mesh, and then one on one device: states, metrics, scores."""
+    """Two steps on one device; one on the mesh, and then one on one device: states, metrics,
+    scores."""
     recipe = build(EXPERIMENT)
     step, score = jax.jit(make_train_step(recipe)), jax.jit(recipe.score)
     start, batch = jax.jit(partial(init_state, recipe))(), batch_of()
@@ -63,20 +88,35 @@ def ran():
     placed = jax.device_put(batch, batch_sharding(mesh, batch))
     with jax.set_mesh(mesh):
         many, many_metrics = block_if_simulated(
-            jax.jit(make_train_step(split), out_shardings=(places, None))(jax.device_put(start, places), placed)
+            jax.jit(make_train_step(split), out_shardings=(places, None))(
+                jax.device_put(start, places), placed
+            )
         )
-        many_score = block_if_simulated(jax.jit(split.score)(jax.device_put(start, places).params, placed, jax.random.key(0)))
+        many_score = block_if_simulated(
+            jax.jit(split.score)(jax.device_put(start, places).params, placed, jax.random.key(0))
+        )
     resumed, _ = step(jax.device_get(many), batch)
     return SimpleNamespace(
-        first=first, metrics=metrics, second=second, many=jax.device_get(many), many_metrics=jax.device_get(many_metrics),
-        score=score(start.params, batch, jax.random.key(0)), many_score=many_score, resumed=resumed, batch=batch,
-    )  # fmt: skip
+        first=first,
+        metrics=metrics,
+        second=second,
+        many=jax.device_get(many),
+        many_metrics=jax.device_get(many_metrics),
+        score=score(start.params, batch, jax.random.key(0)),
+        many_score=many_score,
+        resumed=resumed,
+        batch=batch,
+    )
 
 
 def near(many, one, tolerance=1e-4):
-    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(many), strict=True):
+    for (path, leaf), other in zip(
+        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(many), strict=True
+    ):
         scale = float(np.abs(leaf).max()) + 1e-9
-        np.testing.assert_allclose(other, leaf, rtol=tolerance, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            other, leaf, rtol=tolerance, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 thorough = pytest.mark.thorough
@@ -84,9 +124,13 @@ thorough = pytest.mark.thorough
 
 @thorough
 @pytest.mark.report(
-    "meta-pytorch/torchtune#2420", "NVIDIA-NeMo/RL#3788", "NVIDIA/Megatron-LM#5916",
-    right="the gradient norm counts replicated parameters once and split ones whole, also of experts",
-)  # fmt: skip
+    "meta-pytorch/torchtune#2420",
+    "NVIDIA-NeMo/RL#3788",
+    "NVIDIA/Megatron-LM#5916",
+    right=(
+        "the gradient norm counts replicated parameters once and split ones whole, also of experts"
+    ),
+)
 def test_the_gradient_norm_is_that_of_one_device(ran):
     np.testing.assert_allclose(ran.many_metrics["grad_norm"], ran.metrics["grad_norm"], rtol=1e-5)
     assert ran.metrics["grad_norm"] > EXPERIMENT.clip_norm  # and so it decides the update
@@ -94,9 +138,14 @@ def test_the_gradient_norm_is_that_of_one_device(ran):
 
 @thorough
 @pytest.mark.report(
-    "huggingface/transformers#48205", "huggingface/transformers#48687", "pytorch/pytorch#160285",
-    right="gradients of experts and of their router are those of one device, neither doubled nor in part",
-)  # fmt: skip
+    "huggingface/transformers#48205",
+    "huggingface/transformers#48687",
+    "pytorch/pytorch#160285",
+    right=(
+        "gradients of experts and of their router are those of one device, neither doubled nor "
+        "in part"
+    ),
+)
 def test_moments_are_those_of_one_device(ran):
     near(ran.many.opt_state, ran.first.opt_state)  # the moments are the clipped gradients
 
@@ -118,13 +167,24 @@ def test_uneven_rows_have_the_loss_of_one_device(ran):
 )  # fmt: skip
 def test_dropout_is_that_of_one_device(ran):
     near(ran.many.params, ran.first.params)
-    recipe, same = build(EXPERIMENT), {name: jnp.repeat(leaf[:1], B, axis=0) for name, leaf in ran.batch.items()}
+    recipe, same = (
+        build(EXPERIMENT),
+        {name: jnp.repeat(leaf[:1], B, axis=0) for name, leaf in ran.batch.items()},
+    )
     losses = [float(recipe.loss(ran.first.params, same, jax.random.key(i)).loss) for i in (0, 1)]
     alone = [
-        float(recipe.loss(ran.first.params, jax.tree.map(lambda leaf: leaf[:1], same), jax.random.key(0)).loss),
+        float(
+            recipe.loss(
+                ran.first.params, jax.tree.map(lambda leaf: leaf[:1], same), jax.random.key(0)
+            ).loss
+        ),
         float(recipe.score(ran.first.params, same, jax.random.key(0)).loss),
     ]
-    assert losses[0] != losses[1] and abs(losses[0] - B * alone[0]) > 1e-4 and abs(losses[0] - alone[1]) > 1e-4
+    assert (
+        losses[0] != losses[1]
+        and abs(losses[0] - B * alone[0]) > 1e-4
+        and abs(losses[0] - alone[1]) > 1e-4
+    )
 
 
 @thorough
@@ -181,31 +241,52 @@ def test_lengths_that_context_does_not_divide_stay_whole(length, split):
 )
 @pytest.mark.parametrize(
     ("mesh", "size", "near"),
-    [(Mesh(data=4), 6, "4 or 8"), (Mesh(data=2, fsdp=4), 3, "8"), (Mesh(data=1, expert=8), 20, "16 or 24")],
+    [
+        (Mesh(data=4), 6, "4 or 8"),
+        (Mesh(data=2, fsdp=4), 3, "8"),
+        (Mesh(data=1, expert=8), 20, "16 or 24"),
+    ],
 )
 def test_a_batch_that_does_not_divide_is_refused(mesh, size, near):
-    with pytest.raises(ConfigError, match=rf"batch_size={size} does not divide among .*; sizes that do: {near}$"):
+    with pytest.raises(
+        ConfigError, match=rf"batch_size={size} does not divide among .*; sizes that do: {near}$"
+    ):
         check_batch(mesh, mesh.shape(8 if mesh != Mesh(data=4) else 4), size)
 
 
 @pytest.mark.report(
-    "AI-Hypercomputer/maxtext#1533", right="`tensor` splits heads and widths, never positions or rows of a batch"
+    "AI-Hypercomputer/maxtext#1533",
+    right="`tensor` splits heads and widths, never positions or rows of a batch",
 )
 def test_tensor_splits_no_rows_and_no_positions():
     mesh = make_mesh(Mesh(data=2, tensor=4))
-    batch = {name: jax.ShapeDtypeStruct((8, 8), np.int32) for name in ("tokens", "segment_ids", "positions")}
+    batch = {
+        name: jax.ShapeDtypeStruct((8, 8), np.int32)
+        for name in ("tokens", "segment_ids", "positions")
+    }
     assert {place.spec for place in batch_sharding(mesh, batch).values()} == {P("data", None)}
 
 
 @pytest.mark.report(
-    "facebookresearch/fairscale#167", right="with zero1 the optimizer's state alone is split over the copies, a part for each"
+    "facebookresearch/fairscale#167",
+    right="with zero1 the optimizer's state alone is split over the copies, a part for each",
 )
 def test_zero1_splits_the_state_of_the_optimizer_alone():
-    recipe = build(replace(EXPERIMENT, model=replace(MODEL, feedforward="gelu"), mesh=Mesh(data=4, zero1=True)))
+    recipe = build(
+        replace(EXPERIMENT, model=replace(MODEL, feedforward="gelu"), mesh=Mesh(data=4, zero1=True))
+    )
     mesh = AbstractMesh(tuple(4 if axis == "data" else 1 for axis in AXES), AXES)
-    specs, shapes, is_leaf = state_specs(recipe, mesh), abstract_state(recipe), lambda x: isinstance(x, P)
+    specs, shapes, is_leaf = (
+        state_specs(recipe, mesh),
+        abstract_state(recipe),
+        lambda x: isinstance(x, P),
+    )
     assert all(set(spec) <= {None} for spec in jax.tree.leaves(specs.params, is_leaf=is_leaf))
-    pairs = zip(jax.tree.leaves(specs.opt_state, is_leaf=is_leaf), jax.tree.leaves(shapes.opt_state), strict=True)
+    pairs = zip(
+        jax.tree.leaves(specs.opt_state, is_leaf=is_leaf),
+        jax.tree.leaves(shapes.opt_state),
+        strict=True,
+    )
     split = [spec for spec, leaf in pairs if "data" in spec and leaf.ndim > 1]
     assert len(split) >= 10
 
@@ -221,7 +302,9 @@ def test_a_context_that_does_not_divide_the_length_is_refused():
     mesh = make_mesh(experiment.mesh, jax.devices()[:4])
     check_mesh(experiment, recipe, mesh)
     odd = replace(experiment, model=replace(MODEL, context_length=10))
-    with pytest.raises(ConfigError, match=r"mesh\.context=4 does not divide the context_length of 10.*mesh\.data"):
+    with pytest.raises(
+        ConfigError, match=r"mesh\.context=4 does not divide the context_length of 10.*mesh\.data"
+    ):
         check_mesh(odd, build(odd), mesh)
     check_context({"context": 4}, [10, 8])  # one half of a pair is split
     check_context({"context": 1}, [7])

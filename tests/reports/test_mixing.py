@@ -1,4 +1,5 @@
-"""Shuffling, epochs, batches and mixtures: what users of levanter, torchtitan, datasets and PyTorch reported."""
+"""Shuffling, epochs, batches and mixtures: what users of levanter, torchtitan, datasets and PyTorch
+reported."""
 
 import numpy as np
 import pytest
@@ -20,7 +21,10 @@ class Numbers:
         return self.length
 
     def take_rows(self, indices):
-        return {"number": np.asarray(indices) + self.first, "weights": np.ones(len(indices), np.float32)}
+        return {
+            "number": np.asarray(indices) + self.first,
+            "weights": np.ones(len(indices), np.float32),
+        }
 
     def __getitem__(self, index):
         return {name: rows[0] for name, rows in self.take_rows(np.array([index])).items()}
@@ -42,17 +46,26 @@ def seen(split, steps, batch_size=8, seed=0):
 
 
 @pytest.mark.report(
-    "marin-community/marin#1800", "marin-community/levanter#932",
-    right="A shuffle of many examples is a permutation, in which places near each other are not correlated.",
-    hit="Of 65,537 examples some came twice an epoch, and every second index was correlated with -0.38.",
-)  # fmt: skip
+    "marin-community/marin#1800",
+    "marin-community/levanter#932",
+    right=(
+        "A shuffle of many examples is a permutation, in which places near each other are not "
+        "correlated."
+    ),
+    hit=(
+        "Of 65,537 examples some came twice an epoch, and every second index was correlated with "
+        "-0.38."
+    ),
+)
 @pytest.mark.parametrize("n", [(1 << 16) + 1, 1 << 17, 99_991])
 def test_a_large_shuffle_is_a_permutation_without_correlation(n):
     epochs = [shuffled(np.arange(n) + epoch * n, n, seed=3) for epoch in range(2)]
     assert all((np.sort(epoch) == np.arange(n)).all() for epoch in epochs)
 
     def correlation(a, b):
-        return abs(np.corrcoef(a, b)[0, 1]) * len(a) ** 0.5  # in standard deviations of independent ones
+        return (
+            abs(np.corrcoef(a, b)[0, 1]) * len(a) ** 0.5
+        )  # in standard deviations of independent ones
 
     assert correlation(*epochs) < 5
     for lag in (1, 2, 3, 256):
@@ -86,14 +99,22 @@ def test_epochs_have_other_orders(n):
 )  # fmt: skip
 @pytest.mark.parametrize("n", [40, (1 << 16) + 8])
 def test_seed_and_epoch_both_decide(n):
-    orders = {tuple(shuffled(np.arange(20) + epoch * n, n, seed)) for seed in range(4) for epoch in range(4)}
+    orders = {
+        tuple(shuffled(np.arange(20) + epoch * n, n, seed))
+        for seed in range(4)
+        for epoch in range(4)
+    }
     assert len(orders) == 16
 
 
 @pytest.mark.report(
-    "huggingface/datasets#7901", "mosaicml/composer#3453", "lightseekorg/TorchSpec#43",
-    right="A resumed run takes the batches that the undisturbed one takes: none twice, none left out.",
-)  # fmt: skip
+    "huggingface/datasets#7901",
+    "mosaicml/composer#3453",
+    "lightseekorg/TorchSpec#43",
+    right=(
+        "A resumed run takes the batches that the undisturbed one takes: none twice, none left out."
+    ),
+)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 20))
 @settings(max_examples=30, deadline=None)
 def test_a_batch_is_a_function_of_seed_and_step(n, batch_size, start):
@@ -166,10 +187,16 @@ def test_each_source_goes_through_epochs_of_its_own():
 @pytest.mark.report(
     "NVIDIA/Megatron-LM#705",
     listed="third 21",
-    right="Any shares and sizes: a source gives its share, in whole epochs, and no index is outside.",
+    right=(
+        "Any shares and sizes: a source gives its share, in whole epochs, and no index is outside."
+    ),
 )
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.sampled_from([1e-3, 0.2, 1, 3, 1e6])), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(1, 60), st.sampled_from([1e-3, 0.2, 1, 3, 1e6])),
+        min_size=1,
+        max_size=4,
+    ),
     st.integers(0, 2**32 - 1),
 )
 @example([(50, 1e6), (50, 1)], 0)
@@ -178,7 +205,9 @@ def test_each_source_goes_through_epochs_of_its_own():
 @settings(max_examples=15, deadline=None)
 def test_shares_and_epochs_of_any_mixture(sources, seed):
     firsts = [1000 * number for number in range(len(sources))]
-    pairs = [(share, Source(size, first)) for (size, share), first in zip(sources, firsts, strict=True)]
+    pairs = [
+        (share, Source(size, first)) for (size, share), first in zip(sources, firsts, strict=True)
+    ]
     found = seen(mixing.Mixed(tuple(pairs)).open(None).train, range(40), seed=seed)
     total, orders = sum(share for _, share in sources), []
     for (size, share), first in zip(sources, firsts, strict=True):
@@ -193,9 +222,13 @@ def test_shares_and_epochs_of_any_mixture(sources, seed):
 
 
 @pytest.mark.report(
-    "fe1ixxu/ALMA#63", "huggingface/datasets#4831",
-    right="Shares hold in every batch, whatever the sizes of the sources: a small one is not read more than that.",
-)  # fmt: skip
+    "fe1ixxu/ALMA#63",
+    "huggingface/datasets#4831",
+    right=(
+        "Shares hold in every batch, whatever the sizes of the sources: a small one is not read "
+        "more than that."
+    ),
+)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 500))
 @settings(max_examples=30, deadline=None)
 def test_shares_do_not_follow_sizes(first, second, size):

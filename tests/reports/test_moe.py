@@ -1,4 +1,5 @@
-"""Mixtures of experts: routing, what is dropped, auxiliary losses, padding, precision, experts without tokens."""
+"""Mixtures of experts: routing, what is dropped, auxiliary losses, padding, precision, experts
+without tokens."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,9 +24,15 @@ rng = np.random.default_rng(0)
 normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
 UP, DOWN = normal(E, D, F), normal(E, F, D)
 MODEL = ModelConfig(
-    vocab_size=11, num_layers=2, d_model=D, num_heads=2, context_length=6, init_std=0.5,
-    attention_implementation="reference", feedforward=Mixture(E, 2, d_ff=F, balance_loss=0.1, router_z_loss=0.1),
-)  # fmt: skip
+    vocab_size=11,
+    num_layers=2,
+    d_model=D,
+    num_heads=2,
+    context_length=6,
+    init_std=0.5,
+    attention_implementation="reference",
+    feedforward=Mixture(E, 2, d_ff=F, balance_loss=0.1, router_z_loss=0.1),
+)
 
 
 class Nothing:
@@ -62,9 +69,14 @@ def test_padding_is_in_no_auxiliary_loss():
 
 
 @pytest.mark.report(
-    "pytorch/torchtitan#1448", "databricks/megablocks#87", "sgl-project/sglang#35160",
-    right="normalised weights sum to one for any top_k; the others are the softmax over all experts, as they are",
-)  # fmt: skip
+    "pytorch/torchtitan#1448",
+    "databricks/megablocks#87",
+    "sgl-project/sglang#35160",
+    right=(
+        "normalised weights sum to one for any top_k; the others are the softmax over all "
+        "experts, as they are"
+    ),
+)
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_weights_of_chosen_experts(top_k):
     logits = normal(50, E) * 8
@@ -77,7 +89,9 @@ def test_weights_of_chosen_experts(top_k):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "meta-pytorch/MSLK#158", "NVIDIA-NeMo/Automodel#935", right="an expert without a token has a gradient of zeros, not NaN"
+    "meta-pytorch/MSLK#158",
+    "NVIDIA-NeMo/Automodel#935",
+    right="an expert without a token has a gradient of zeros, not NaN",
 )
 @pytest.mark.parametrize("capacity", [None, 0.5])
 def test_experts_without_tokens_have_gradients_of_zeros(capacity):
@@ -85,10 +99,15 @@ def test_experts_without_tokens_have_gradients_of_zeros(capacity):
     x = jnp.abs(normal(2, 5, D)) + 0.5  # all choose the experts 0 and 1
 
     def loss(up, down):
-        return jnp.sum(jnp.sin(mixture(x, router, None, up, down, jax.nn.gelu, top_k=2, capacity=capacity)[0]))
+        return jnp.sum(
+            jnp.sin(mixture(x, router, None, up, down, jax.nn.gelu, top_k=2, capacity=capacity)[0])
+        )
 
     for gradient in jax.jit(jax.grad(loss, (0, 1)))(UP, DOWN):
-        assert np.isfinite(gradient).all() and np.abs(gradient[:2]).max() > 0 == np.abs(gradient[2:]).max()
+        assert (
+            np.isfinite(gradient).all()
+            and np.abs(gradient[:2]).max() > 0 == np.abs(gradient[2:]).max()
+        )
 
 
 @pytest.mark.thorough
@@ -98,7 +117,9 @@ def test_experts_without_tokens_have_gradients_of_zeros(capacity):
 )  # fmt: skip
 def test_a_router_of_narrow_activations_works_in_float32():
     x = normal(1, 64, D).astype(jnp.bfloat16)
-    router = jnp.repeat(normal(D, 1), E, axis=1) * (1 + 1e-4 * jnp.arange(E)[None])  # in 16 bits all columns are equal
+    router = jnp.repeat(normal(D, 1), E, axis=1) * (
+        1 + 1e-4 * jnp.arange(E)[None]
+    )  # in 16 bits all columns are equal
     exact = np.argsort(-(np.float64(x[0].astype(jnp.float32)) @ np.float64(router)), axis=1)[:, 0]
     _, statistics = mixture(x, router, None, UP, DOWN, jax.nn.relu, top_k=1, normalise=False)
     np.testing.assert_allclose(statistics.fraction, np.bincount(exact, minlength=E) / 64, atol=1e-6)
@@ -111,24 +132,34 @@ def test_a_router_of_narrow_activations_works_in_float32():
 )  # fmt: skip
 @pytest.mark.thorough
 def test_accumulation_does_not_scale_the_auxiliary_loss():
-    """Four equal rows: each micro-batch has the losses of the whole batch, so the gradients are equal, too."""
+    """Four equal rows: each micro-batch has the losses of the whole batch, so the gradients are
+    equal, too."""
     batch = jax.tree.map(lambda leaf: jnp.repeat(leaf, 4, axis=0), batch_of(1))
     found = []
     for accumulation in (1, 4):
         recipe = build(experiment(accumulation=accumulation))
         weights = models.init(MODEL, jax.random.key(0))
-        sums, gradients = jax.jit(partial(steps.accumulate, recipe))(weights, batch, jax.random.key(0), 1.0)
+        sums, gradients = jax.jit(partial(steps.accumulate, recipe))(
+            weights, batch, jax.random.key(0), 1.0
+        )
         found.append(gradients["layers"]["feedforward"]["router"]["kernel"] / sums.weight)
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.report("AI-Hypercomputer/maxtext#3664", right="the loss that is reported and scored is the cross entropy alone")
+@pytest.mark.report(
+    "AI-Hypercomputer/maxtext#3664",
+    right="the loss that is reported and scored is the cross entropy alone",
+)
 @pytest.mark.thorough
 def test_the_reported_loss_has_no_auxiliary_part():
     weights, batch = models.init(MODEL, jax.random.key(0)), batch_of(2)
     heavy = replace(MODEL, feedforward=replace(MODEL.feedforward, balance_loss=100.0))
     one, other = (build(replace(experiment(), model=model)) for model in (MODEL, heavy))
-    losses = [float(f(weights, batch, jax.random.key(0)).loss) for r in (one, other) for f in (r.loss, r.score)]
+    losses = [
+        float(f(weights, batch, jax.random.key(0)).loss)
+        for r in (one, other)
+        for f in (r.loss, r.score)
+    ]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
@@ -142,8 +173,12 @@ def test_the_auxiliary_loss_reaches_the_router():
     weights, batch = models.init(MODEL, jax.random.key(0)), batch_of(2)
 
     def gradient(scale):
-        model = replace(MODEL, feedforward=replace(MODEL.feedforward, balance_loss=scale, router_z_loss=0.0))
-        loss = lambda weights: build(replace(experiment(), model=model)).loss(weights, batch, jax.random.key(0)).loss
+        model = replace(
+            MODEL, feedforward=replace(MODEL.feedforward, balance_loss=scale, router_z_loss=0.0)
+        )
+        loss = lambda weights: (
+            build(replace(experiment(), model=model)).loss(weights, batch, jax.random.key(0)).loss
+        )
         return jax.grad(loss)(weights)["layers"]["feedforward"]["router"]["kernel"]
 
     none, once, thrice = map(jax.jit(gradient, static_argnums=0), (0.0, 1.0, 3.0))
@@ -153,13 +188,20 @@ def test_the_auxiliary_loss_reaches_the_router():
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "huggingface/transformers#31464", "paiml/aprender#2162",
-    right="each layer is balanced by itself, by its softmax over all experts, not by the choices of all layers together",
-)  # fmt: skip
+    "huggingface/transformers#31464",
+    "paiml/aprender#2162",
+    right=(
+        "each layer is balanced by itself, by its softmax over all experts, not by the choices "
+        "of all layers together"
+    ),
+)
 def test_layers_that_are_uneven_in_opposite_ways_are_not_even():
     weights = models.init(MODEL, jax.random.key(0))
     output = jax.jit(partial(models.apply, MODEL))(weights, batch_of(4)["tokens"])
-    layers = [balance_loss(*pair) for pair in zip(output.stats["fraction"], output.stats["probability"], strict=True)]
+    layers = [
+        balance_loss(*pair)
+        for pair in zip(output.stats["fraction"], output.stats["probability"], strict=True)
+    ]
     bare = replace(MODEL, feedforward=replace(MODEL.feedforward, router_z_loss=0.0))
     loss = jax.jit(partial(models.apply, bare))(weights, batch_of(4)["tokens"]).loss
     np.testing.assert_allclose(loss, 0.1 * np.mean(layers), rtol=1e-5)
@@ -173,7 +215,9 @@ def test_layers_that_are_uneven_in_opposite_ways_are_not_even():
     right="Muon makes the update of each expert orthogonal by itself",
 )  # fmt: skip
 def test_muon_takes_each_expert_by_itself():
-    stacked = {"up": Spec((E, D, F), ("expert", "embed", "mlp"), jax.nn.initializers.zeros, ("embed",))}
+    stacked = {
+        "up": Spec((E, D, F), ("expert", "embed", "mlp"), jax.nn.initializers.zeros, ("embed",))
+    }
     single = {"up": Spec((D, F), ("embed", "mlp"), jax.nn.initializers.zeros, ("embed",))}
 
     def update(spec, gradient):
@@ -184,28 +228,39 @@ def test_muon_takes_each_expert_by_itself():
     gradient = normal(E, D, F) * jnp.asarray([1.0, 100.0, 1e-2, 1.0])[:, None, None]
     together = update(stacked, gradient)
     for expert in range(E):
-        np.testing.assert_allclose(together[expert], update(single, gradient[expert]), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            together[expert], update(single, gradient[expert]), rtol=1e-3, atol=1e-4
+        )
     assert isinstance(optimizers.Muon()(stacked), optax.GradientTransformation)
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
     "axolotl-ai-cloud/axolotl#3781",
-    right="a capacity that no expert reaches changes nothing, one that is reached drops late choices",
+    right=(
+        "a capacity that no expert reaches changes nothing, one that is reached drops late choices"
+    ),
 )
 def test_a_capacity_that_is_not_reached_changes_nothing():
     x, router = normal(2, 6, D), normal(D, E)
-    run = lambda capacity: mixture(x, router, None, UP, DOWN, jax.nn.gelu, top_k=2, capacity=capacity)
+    run = lambda capacity: mixture(
+        x, router, None, UP, DOWN, jax.nn.gelu, top_k=2, capacity=capacity
+    )
     (free, _), (wide, statistics) = run(None), run(float(E))
     np.testing.assert_allclose(wide, free, rtol=1e-5, atol=1e-5)
     assert statistics.dropped == 0 < run(0.5)[1].dropped
 
 
 @pytest.mark.report(
-    "laekov/fastmoe#34", "microsoft/Tutel#230", listed="second 23",
+    "laekov/fastmoe#34",
+    "microsoft/Tutel#230",
+    listed="second 23",
     right="experts with a capacity drop the same choices on any mesh",
-    hit="each device counted room for its own tokens: outputs differed by 2.4, 11.5 % dropped in place of 3.1 %",
-)  # fmt: skip
+    hit=(
+        "each device counted room for its own tokens: outputs differed by 2.4, 11.5 % dropped in "
+        "place of 3.1 %"
+    ),
+)
 @pytest.mark.thorough
 @pytest.mark.parametrize("axes", [dict(data=4), dict(data=1, context=2, expert=2)], ids=str)
 def test_a_mesh_drops_what_one_device_drops(axes):
@@ -223,15 +278,28 @@ def test_a_mesh_drops_what_one_device_drops(axes):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "laekov/fastmoe#34", listed="second 36", right="equal logits choose the first experts; padding takes no room"
+    "laekov/fastmoe#34",
+    listed="second 36",
+    right="equal logits choose the first experts; padding takes no room",
 )
 def test_ties_and_padding_under_a_capacity():
     x, up = jnp.abs(normal(1, 8, D)), jnp.abs(UP)  # positive: no output that is kept is 0
     padding_mask = jnp.asarray([[True] * 4 + [False] * 4])
     out, statistics = mixture(
-        x, jnp.zeros((D, E)), None, up, DOWN, jax.nn.relu, top_k=1, normalise=False, capacity=1.0, padding_mask=padding_mask
+        x,
+        jnp.zeros((D, E)),
+        None,
+        up,
+        DOWN,
+        jax.nn.relu,
+        top_k=1,
+        normalise=False,
+        capacity=1.0,
+        padding_mask=padding_mask,
     )
-    kept = (np.asarray(out[0]) != 0).any(1).tolist()  # all choose expert 0, which has room for ceil(8 / 4) = 2
+    kept = (
+        (np.asarray(out[0]) != 0).any(1).tolist()
+    )  # all choose expert 0, which has room for ceil(8 / 4) = 2
     assert kept == [True, True, *[False] * 6] and statistics.dropped == 0.5
     last, _ = mixture(
         x[:, ::-1],

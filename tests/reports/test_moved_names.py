@@ -30,10 +30,18 @@ def scaled(config):
 
 
 layers = (scaled, mixers.Linear(), gated)
-model = ModelConfig(vocab_size=13, num_layers=3, d_model=8, num_heads=2, context_length=8, mixer=layers)
+model = ModelConfig(
+    vocab_size=13, num_layers=3, d_model=8, num_heads=2, context_length=8, mixer=layers
+)
 experiment = Experiment(
-    name="old", model=model, data=Reverse(vocab_size=12, length=4), objective=TokenCrossEntropy(z_loss=1e-4), steps=4,
-    batch_size=4, eval_every=4, checkpoints=Checkpoints(every=2),
+    name="old",
+    model=model,
+    data=Reverse(vocab_size=12, length=4),
+    objective=TokenCrossEntropy(z_loss=1e-4),
+    steps=4,
+    batch_size=4,
+    eval_every=4,
+    checkpoints=Checkpoints(every=2),
 )
 """
 
@@ -68,13 +76,18 @@ def _killed(*_):
 
 @pytest.mark.report(
     "huggingface/transformers#45058",
-    right="a folder whose config.json has another model_type is read as the family that the user names",
-)  # fmt: skip
+    right=(
+        "a folder whose config.json has another model_type is read as the family that the user "
+        "names"
+    ),
+)
 def test_the_family_may_be_named(tmp_path):
     config = ModelConfig(11, 1, 8, 2, context_length=4)
     params = models.init(config, jax.random.key(0))
     gpt2 = families.FAMILIES["gpt2"]
-    families.save(tmp_path / "other", families.Checkpoint(config, params, model_type="tarsier"), family=gpt2)
+    families.save(
+        tmp_path / "other", families.Checkpoint(config, params, model_type="tarsier"), family=gpt2
+    )
     found = families.load(tmp_path / "other", family=gpt2)
     assert families.differences(found.config, config) == {}
     jax.tree.map(np.testing.assert_array_equal, found.params, params)
@@ -89,7 +102,12 @@ def test_help_in_an_ascii_locale(tmp_path):
     folder = tmp_path / "é火"
     folder.mkdir()
     (folder / "mine.py").write_text(OLD.replace('name="old"', 'name="é"'), encoding="utf-8")
-    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
+    ascii_locale = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     command = [sys.executable, "-m", "jaxformer", "train", str(folder / "mine.py"), "--help"]
     done = subprocess.run(command, env=os.environ | ascii_locale, capture_output=True)
     assert done.returncode == 0 and "é" in done.stdout.decode(), done.stderr

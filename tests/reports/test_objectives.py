@@ -15,7 +15,13 @@ from jaxformer.models import ModelConfig
 from jaxformer.objectives import StepContext
 from jaxformer.objectives.spans import best_spans
 from jaxformer.ops.losses import cross_entropy
-from jaxformer.training import ClassCrossEntropy, Experiment, SpanCrossEntropy, TokenCrossEntropy, recipe
+from jaxformer.training import (
+    ClassCrossEntropy,
+    Experiment,
+    SpanCrossEntropy,
+    TokenCrossEntropy,
+    recipe,
+)
 
 retrieval = pytest.importorskip("experiments.retrieve_digits")  # needs scikit-learn
 
@@ -55,28 +61,46 @@ LOGITS = jax.random.normal(KEY, (3, T, 2))
 @pytest.mark.thorough
 @pytest.mark.report(
     "ByteDance-Seed/VeOmni#1110",
-    right="a metric of an objective that is called as what the record has, or that is no pair of sums, is refused",
-    hit="a metric `loss` was shown and ranked as the loss, `step` gave all records one number; 0.5 was a TypeError",
+    right=(
+        "a metric of an objective that is called as what the record has, or that is no pair of "
+        "sums, is refused"
+    ),
+    hit=(
+        "a metric `loss` was shown and ranked as the loss, `step` gave all records one number; "
+        "0.5 was a TypeError"
+    ),
 )
 def test_metrics_of_an_objective_do_not_replace_the_record():
     one = jnp.ones(())
     for metrics, named in [
-        ({"loss": (one, one)}, "'loss'"), ({"step": (one, one)}, "'step'"), ({"grad_norm": (one, one)}, "'grad_norm'"),
-        ({"bits": (one, one)}, "'bits'"), ({"half": 0.5}, "half"), ({"map": (jnp.ones((2, 2)), one)}, "map"),
+        ({"loss": (one, one)}, "'loss'"),
+        ({"step": (one, one)}, "'step'"),
+        ({"grad_norm": (one, one)}, "'grad_norm'"),
+        ({"bits": (one, one)}, "'bits'"),
+        ({"half": 0.5}, "half"),
+        ({"map": (jnp.ones((2, 2)), one)}, "map"),
         ([("a", (one, one))], "list"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ConfigError, match=f"^objective: .*{named}"):
             recipe.checked((one, one, metrics))
     good = {"top3": (3, 4), "load/layers": (jnp.ones(2), one)}
-    assert recipe.checked((one, one, good)).metrics == good and recipe.checked((one, one, None)).metrics == {}
+    assert (
+        recipe.checked((one, one, good)).metrics == good
+        and recipe.checked((one, one, None)).metrics == {}
+    )
 
 
 @pytest.mark.report(
-    "huggingface/transformers#1020", "huggingface/transformers#8904", "allenai/allennlp-reading-comprehension#19",
+    "huggingface/transformers#1020",
+    "huggingface/transformers#8904",
+    "allenai/allennlp-reading-comprehension#19",
     listed="third 03",
-    right="a row whose answer is not in the passage is left out of loss, gradient and exact_match, and counted",
+    right=(
+        "a row whose answer is not in the passage is left out of loss, gradient and exact_match, "
+        "and counted"
+    ),
     hit="the loss of the whole batch was inf (NaN for a position behind the row)",
-)  # fmt: skip
+)
 @pytest.mark.parametrize("answer", [(0, 0), (8, 11), (2, 5), (12, 40), (-1, 5), (7, 6)])
 def test_an_answer_that_the_window_cut_off(given, answer):
     good, gradient = spans(LOGITS[::2], [[4, 5], [7, 9]])
@@ -150,7 +174,9 @@ def test_equal_captions_are_no_wrong_answers():
     # a twin of weight 0 changes nothing, and another caption is still wrong
     assert contrast(embeddings, tokens, [1, 1, 0, 1, 0]).metrics["accuracy"] == (3, 3)
     mixed = contrast(jnp.ones((3, 7)) / 7**0.5, [[1, 2], [3, 4], [1, 2]])
-    np.testing.assert_allclose(mixed.loss / mixed.weight, (2 * np.log(2) + np.log(3)) / 3, rtol=1e-6)
+    np.testing.assert_allclose(
+        mixed.loss / mixed.weight, (2 * np.log(2) + np.log(3)) / 3, rtol=1e-6
+    )
 
 
 @pytest.mark.report(
@@ -159,9 +185,13 @@ def test_equal_captions_are_no_wrong_answers():
     hit="the factor had no upper end",
 )  # fmt: skip
 def test_the_factor_of_the_products_is_bounded(monkeypatch):
-    monkeypatch.setattr(retrieval.models, "apply", lambda *_, **__: SimpleNamespace(logits=jnp.ones((2, 3))))
+    monkeypatch.setattr(
+        retrieval.models, "apply", lambda *_, **__: SimpleNamespace(logits=jnp.ones((2, 3)))
+    )
     towers = retrieval.TwoTowers(None, None)
-    factor = lambda log: float(towers.apply({"image": 0, "text": 0, "factor": jnp.float32(log)}, 0, 0, KEY)[2])
+    factor = lambda log: float(
+        towers.apply({"image": 0, "text": 0, "factor": jnp.float32(log)}, 0, 0, KEY)[2]
+    )
     assert factor(np.log(1 / 0.07)) == pytest.approx(1 / 0.07) and factor(90.0) == 100
 
 
@@ -172,7 +202,10 @@ def test_the_factor_of_the_products_is_bounded(monkeypatch):
 )  # fmt: skip
 def test_weights_of_the_data_are_kept(given):
     logits = jax.random.normal(KEY, (2, 4, 5))
-    batch = {"tokens": jnp.zeros((2, 4), int), "labels": jnp.array([[1, -100, 2, 0], [-100, 3, 4, 4]])}
+    batch = {
+        "tokens": jnp.zeros((2, 4), int),
+        "labels": jnp.array([[1, -100, 2, 0], [-100, 3, 4, 4]]),
+    }
     batch["weights"] = jnp.array([[1.0, 0, 1, 0], [0, 0, 1, 0]])
     sums = TokenCrossEntropy(label_smoothing=0.1)(None, logits, batch, StepContext(KEY))
     at = (jnp.array([0, 0, 1]), jnp.array([0, 2, 2]))
@@ -181,12 +214,18 @@ def test_weights_of_the_data_are_kept(given):
 
 
 @pytest.mark.report(
-    "OpenNMT/OpenNMT-py#464", "huggingface/transformers#10338",
-    right="what is scored has neither smoothing nor z-loss, so that its exponential is a perplexity",
-)  # fmt: skip
+    "OpenNMT/OpenNMT-py#464",
+    "huggingface/transformers#10338",
+    right=(
+        "what is scored has neither smoothing nor z-loss, so that its exponential is a perplexity"
+    ),
+)
 def test_scores_have_no_smoothing():
     assert TokenCrossEntropy(label_smoothing=0.1, z_loss=1e-4).evaluation() == TokenCrossEntropy()
-    assert ClassCrossEntropy(label_smoothing=0.1, augment=(Flip(),)).evaluation() == ClassCrossEntropy()
+    assert (
+        ClassCrossEntropy(label_smoothing=0.1, augment=(Flip(),)).evaluation()
+        == ClassCrossEntropy()
+    )
 
 
 @pytest.mark.thorough
@@ -197,7 +236,9 @@ def test_scores_have_no_smoothing():
 def test_each_image_is_changed_by_itself():
     images = jnp.broadcast_to(jnp.arange(36.0).reshape(6, 6, 1), (16, 6, 6, 1))
     for functions in ((Crop(2),), (Flip(),), (ResizedCrop(),)):
-        first, again, other = (augmented(functions, jax.random.key(seed), images) for seed in (0, 0, 1))
+        first, again, other = (
+            augmented(functions, jax.random.key(seed), images) for seed in (0, 0, 1)
+        )
         assert len(np.unique(first, axis=0)) > 1 and (first != other).any()
         np.testing.assert_array_equal(first, again)
 
@@ -207,7 +248,11 @@ def test_each_image_is_changed_by_itself():
     right="labels of another shape than the logits are refused, not spread over them",
 )  # fmt: skip
 def test_labels_of_another_shape(given):
-    batch = {"tokens": jnp.zeros((4, 3), int), "labels": jnp.zeros((4, 1), int), "weights": jnp.ones((4, 1))}
+    batch = {
+        "tokens": jnp.zeros((4, 3), int),
+        "labels": jnp.zeros((4, 1), int),
+        "weights": jnp.ones((4, 1)),
+    }
     with pytest.raises(ConfigError, match=r"logits \[4, 5\], labels \[4, 1\]"):
         ClassCrossEntropy()(None, jnp.zeros((4, 5)), batch, StepContext(KEY))
 
@@ -219,7 +264,9 @@ def test_labels_of_another_shape(given):
 def test_losses_of_whole_batches_take_no_parts():
     whole = SimpleNamespace(whole_batch=True)
     model = ModelConfig(vocab_size=9, num_layers=1, d_model=8, num_heads=2, context_length=4)
-    base = Experiment(name="a", model=model, data=Copy(vocab_size=5, length=2), batch_size=4, accumulation=2)
+    base = Experiment(
+        name="a", model=model, data=Copy(vocab_size=5, length=2), batch_size=4, accumulation=2
+    )
     object.__setattr__(base, "objective", whole)
     with pytest.raises(ConfigError, match=r"accumulation=2.*compares all rows"):
         recipe.build(base)

@@ -1,4 +1,5 @@
-"""Parameters of objectives, frozen models and variables: what users of other trainers reported, tried on ours."""
+"""Parameters of objectives, frozen models and variables: what users of other trainers reported,
+tried on ours."""
 
 import re
 from dataclasses import dataclass, replace
@@ -43,40 +44,62 @@ def steps(experiment, count):
 
 
 @pytest.mark.report(
-    "Deci-AI/super-gradients#1647", "amjltc295/pytorch-golden-template#76", "huggingface/sentence-transformers#2872",
-    "ifzhang/FairMOT#223", "open-mmlab/mmdetection#10560",
-    right="parameters of a loss are in the optimizer, with its decay, and change with the first step",
-)  # fmt: skip
+    "Deci-AI/super-gradients#1647",
+    "amjltc295/pytorch-golden-template#76",
+    "huggingface/sentence-transformers#2872",
+    "ifzhang/FairMOT#223",
+    "open-mmlab/mmdetection#10560",
+    right=(
+        "parameters of a loss are in the optimizer, with its decay, and change with the first step"
+    ),
+)
 def test_parameters_of_an_objective_are_in_the_optimizer():
     recipe = build(EXPERIMENT)
     assert routes(EXPERIMENT.optimizer, recipe.spec)["objective/scale"] == "AdamW"
     before, after = first_state(recipe), steps(EXPERIMENT, 1)
     assert (before.params["objective"]["scale"] != after.params["objective"]["scale"]).all()
-    moments = {name: leaf for name, leaf in named_leaves(after.opt_state) if name.endswith("mu/objective/scale")}
+    moments = {
+        name: leaf
+        for name, leaf in named_leaves(after.opt_state)
+        if name.endswith("mu/objective/scale")
+    }
     assert len(moments) == 1 and all((np.asarray(leaf) != 0).all() for leaf in moments.values())
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "Deci-AI/super-gradients#1647", "huggingface/transformers#12484",
-    right="parameters of a loss are in the checkpoint, and not in what is taken from it as the model",
-)  # fmt: skip
+    "Deci-AI/super-gradients#1647",
+    "huggingface/transformers#12484",
+    right=(
+        "parameters of a loss are in the checkpoint, and not in what is taken from it as the model"
+    ),
+)
 def test_parameters_of_an_objective_are_saved_and_are_none_of_the_model(tmp_path):
     result = loop.train(EXPERIMENT, tmp_path)
     run = Run(RunFolder(epath.Path(result.folder)), EXPERIMENT)
-    assert set(params.paths(run.checkpoint[1])) == {"w/kernel", "steps", "objective/scale", "objective/mean"}
+    assert set(params.paths(run.checkpoint[1])) == {
+        "w/kernel",
+        "steps",
+        "objective/scale",
+        "objective/mean",
+    }
     assert set(params.paths(run.params)) == {"w/kernel", "steps"} and result.parameters == 9
     assert run.evaluate()["loss"] == pytest.approx(result.validation["loss"], rel=1e-6)
-    later = replace(EXPERIMENT, name="later", objective=Plain(), initial=str(result.folder), steps=1)
+    later = replace(
+        EXPERIMENT, name="later", objective=Plain(), initial=str(result.folder), steps=1
+    )
     assert loop.train(later, tmp_path).validation["loss"] > 0  # weights alone begin another run
     again = replace(later, name="again", objective=Errors())
     assert loop.train(again, tmp_path).parameters == 9
 
 
 @pytest.mark.report(
-    "amjltc295/pytorch-golden-template#76", right="a model whose tree cannot hold the objective's parameters is refused by name"
+    "amjltc295/pytorch-golden-template#76",
+    right="a model whose tree cannot hold the objective's parameters is refused by name",
 )
-@pytest.mark.parametrize(("tree", "problem"), [({"objective": 1}, "has a part 'objective'"), ([1], "is a list")])
+@pytest.mark.parametrize(
+    ("tree", "problem"), [({"objective": 1}, "has a part 'objective'"), ([1], "is a list")]
+)
 def test_a_tree_that_cannot_hold_them_is_refused(tree, problem):
     leaf = params.Spec((8,), ("embed",), jax.nn.initializers.ones)
 
@@ -84,25 +107,44 @@ def test_a_tree_that_cannot_hold_them_is_refused(tree, problem):
         def spec(self):
             return jax.tree.map(lambda _: leaf, tree)
 
-    with pytest.raises(ConfigError, match=f"objective: it has parameters, and the model's tree {problem}"):
+    with pytest.raises(
+        ConfigError, match=f"objective: it has parameters, and the model's tree {problem}"
+    ):
         build(replace(EXPERIMENT, model=Odd()))
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "hiyouga/LlamaFactory#8459", "huggingface/trl#495", "huggingface/trl#1500",
-    right="after a run with factors the reference is the merged model of that run, not the weights below its factors",
-)  # fmt: skip
+    "hiyouga/LlamaFactory#8459",
+    "huggingface/trl#495",
+    "huggingface/trl#1500",
+    right=(
+        "after a run with factors the reference is the merged model of that run, not the weights "
+        "below its factors"
+    ),
+)
 @pytest.mark.parametrize("references", [{"before": Base()}, {"before": "RUN"}])
-def test_the_reference_of_a_second_adaptation_is_the_merged_model_of_the_first(references, tmp_path, monkeypatch):
-    first = replace(EXPERIMENT, objective=Plain(), adaptation=Lora("kernel", rank=1), initial=params.init, name="first")
+def test_the_reference_of_a_second_adaptation_is_the_merged_model_of_the_first(
+    references, tmp_path, monkeypatch
+):
+    first = replace(
+        EXPERIMENT,
+        objective=Plain(),
+        adaptation=Lora("kernel", rank=1),
+        initial=params.init,
+        name="first",
+    )
     result = loop.train(first, tmp_path)
     merged = Run(RunFolder(epath.Path(result.folder)), first).params
     below = params.init(models.spec(first.model), jax.random.key(0))
     assert (np.asarray(merged["w"]["kernel"]) != np.asarray(below["w"]["kernel"])).any()
-    named = {name: str(result.folder) if value == "RUN" else value for name, value in references.items()}
+    named = {
+        name: str(result.folder) if value == "RUN" else value for name, value in references.items()
+    }
     second = replace(first, name="second", initial=str(result.folder), references=named)
-    monkeypatch.setattr(start, "open_experiment", lambda folder: first)  # it was trained from Python
+    monkeypatch.setattr(
+        start, "open_experiment", lambda folder: first
+    )  # it was trained from Python
     recipe, found = build(second), read_references(second, None).params
     trained = start.first_params(second.initial, second.model, recipe, tmp_path)
     frozen = found | recipe.parts.base(trained)
@@ -110,22 +152,32 @@ def test_the_reference_of_a_second_adaptation_is_the_merged_model_of_the_first(r
 
 
 @pytest.mark.report(
-    "unslothai/unsloth-zoo#830", right="weights that train beside the factors are no frozen reference: that is refused"
+    "unslothai/unsloth-zoo#830",
+    right="weights that train beside the factors are no frozen reference: that is refused",
 )
 def test_a_base_of_which_a_part_trains_is_refused():
     made = replace(EXPERIMENT, adaptation=Lora("kernel", trains="steps"), initial=params.init)
-    with pytest.raises(ConfigError, match=re.escape("references['before']=Base(): expected frozen weights")):
+    with pytest.raises(
+        ConfigError, match=re.escape("references['before']=Base(): expected frozen weights")
+    ):
         build(replace(made, references={"before": Base()}))
 
 
 @pytest.mark.report(
-    "rosinality/stylegan2-pytorch#172", "lucidrains/ema-pytorch#29",
-    right="averaged parameters have the running statistics of now: an average of them would lag behind",
-)  # fmt: skip
+    "rosinality/stylegan2-pytorch#172",
+    "lucidrains/ema-pytorch#29",
+    right=(
+        "averaged parameters have the running statistics of now: an average of them would lag "
+        "behind"
+    ),
+)
 def test_averages_hold_running_statistics_as_they_are():
     state = steps(replace(EXPERIMENT, ema_decay=0.99), 3)
     np.testing.assert_array_equal(state.ema["objective"]["mean"], state.params["objective"]["mean"])
-    assert (np.asarray(state.ema["objective"]["scale"]) != np.asarray(state.params["objective"]["scale"])).any()
+    assert (
+        np.asarray(state.ema["objective"]["scale"])
+        != np.asarray(state.params["objective"]["scale"])
+    ).any()
 
 
 @pytest.mark.report(
@@ -135,16 +187,24 @@ def test_averages_hold_running_statistics_as_they_are():
 @pytest.mark.parametrize("accumulation", [2, 8])
 def test_statistics_do_not_depend_on_accumulation(accumulation):
     whole, parts = steps(EXPERIMENT, 3), steps(replace(EXPERIMENT, accumulation=accumulation), 3)
-    assert whole.params["steps"] == parts.params["steps"] == 3  # once a step, not once a micro-batch
+    assert (
+        whole.params["steps"] == parts.params["steps"] == 3
+    )  # once a step, not once a micro-batch
     for name in ("mean", "scale"):
         one, other = whole.params["objective"][name], parts.params["objective"][name]
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6, err_msg=name)  # float32 sums in another order
+        np.testing.assert_allclose(
+            other, one, rtol=1e-5, atol=1e-6, err_msg=name
+        )  # float32 sums in another order
 
 
 @pytest.mark.report(
-    "espnet/espnet#3283", "NVIDIA-NeMo/Speech#11272",
-    right="one micro-batch that is not finite makes the whole step a bad one, which leaves statistics as they were",
-)  # fmt: skip
+    "espnet/espnet#3283",
+    "NVIDIA-NeMo/Speech#11272",
+    right=(
+        "one micro-batch that is not finite makes the whole step a bad one, which leaves "
+        "statistics as they were"
+    ),
+)
 def test_a_bad_micro_batch_writes_no_statistics():
     made = replace(EXPERIMENT, accumulation=4)
     recipe = build(made)

@@ -40,20 +40,33 @@ def one_update(optimizer, spec, gradient, value=1.0, frozen=None):
 
 
 @pytest.mark.report(
-    "karpathy/minGPT#23", "Lightning-AI/lit-llama#254", "facebookresearch/deit#60", listed="second 20",
+    "karpathy/minGPT#23",
+    "Lightning-AI/lit-llama#254",
+    "facebookresearch/deit#60",
+    listed="second 20",
     right="only matrices of products and the table of tokens decay by default",
     hit="T5's relative biases, class tokens, position tables and mixing weights decayed",
-)  # fmt: skip
+)
 def test_only_matrices_and_tokens_decay():
     cases = [zoo.PRESETS[name] for name in ("gpt2_small", "bert_base", "t5_small", "vit_base")]
-    cases += [TINY, *(ModelConfig(**{**vars(TINY), "mixer": mixer}) for mixer in (zoo.differential.differential,))]
+    cases += [
+        TINY,
+        *(
+            ModelConfig(**{**vars(TINY), "mixer": mixer})
+            for mixer in (zoo.differential.differential,)
+        ),
+    ]
     for model in cases:
         spec = models.spec(model)
         decayed = params.paths(optimizers.decayed(AdamW(), spec))
         for path, leaf in params.paths(spec).items():
-            assert decayed[path] == (bool(leaf.contracts) or path.endswith("embedding/tokens")), path
+            assert decayed[path] == (bool(leaf.contracts) or path.endswith("embedding/tokens")), (
+                path
+            )
     # a module of Flax declares no contraction
-    assert optimizers.is_matrix("layers/mixer/kernel", Spec((2, 3), (None, None), jax.nn.initializers.ones))
+    assert optimizers.is_matrix(
+        "layers/mixer/kernel", Spec((2, 3), (None, None), jax.nn.initializers.ones)
+    )
 
 
 @pytest.mark.report(
@@ -115,12 +128,20 @@ def test_eps_and_decay_are_checked():
 def test_muon_takes_hidden_matrices_only():
     patches = Patches(image=(4, 4), patch=(2, 2), channels=1, class_token=True)
     image = ModelConfig(
-        vocab_size=0, num_layers=1, d_model=D, num_heads=2, context_length=patches.length, embedding=patches,
-        masks=(full(),), heads=(Classification(3), TokenClassification(2)),
-    )  # fmt: skip
+        vocab_size=0,
+        num_layers=1,
+        d_model=D,
+        num_heads=2,
+        context_length=patches.length,
+        embedding=patches,
+        masks=(full(),),
+        heads=(Classification(3), TokenClassification(2)),
+    )
     for model in (image, TINY, zoo.PRESETS["bert_base"]):
         for path, route in optimizers.routes(Muon(), models.spec(model)).items():
-            hidden = path.endswith("kernel") and ("layers/" in path or "pooler" in path or "transform" in path)
+            hidden = path.endswith("kernel") and (
+                "layers/" in path or "pooler" in path or "transform" in path
+            )
             assert route.startswith("Muon" if hidden else "AdamW"), (path, route)
 
 
@@ -129,7 +150,9 @@ def test_muon_takes_hidden_matrices_only():
     right="each layer's and each expert's matrix is orthogonalised by itself",
 )  # fmt: skip
 def test_muon_sees_each_expert_as_a_matrix():
-    spec = models.spec(ModelConfig(**{**vars(TINY), "feedforward": Mixture(experts=3, top_k=1, normalise=False)}))
+    spec = models.spec(
+        ModelConfig(**{**vars(TINY), "feedforward": Mixture(experts=3, top_k=1, normalise=False)})
+    )
     leaf = params.paths(spec)["layers/feedforward/up/kernel"]
     assert leaf.axes[:2] == ("layers", "expert")
     dimensions = optimizers.muon_dimensions(leaf)
@@ -155,9 +178,13 @@ def test_muon_scales_by_outputs_over_inputs():
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "kozistr/pytorch_optimizer#517", "bitsandbytes-foundation/bitsandbytes#1992",
-    right="with gradients of 0 a step of rate 1 takes away weight_decay times a matrix, and nothing else",
-)  # fmt: skip
+    "kozistr/pytorch_optimizer#517",
+    "bitsandbytes-foundation/bitsandbytes#1992",
+    right=(
+        "with gradients of 0 a step of rate 1 takes away weight_decay times a matrix, and "
+        "nothing else"
+    ),
+)
 @pytest.mark.parametrize("optimizer", DECAYING, ids=lambda o: type(o).__name__)
 def test_decay_is_applied_and_decoupled(optimizer):
     spec = {"kernel": matrix(4, 4), "bias": Spec((4,), ("mlp",), jax.nn.initializers.ones)}
@@ -172,7 +199,9 @@ def test_decay_is_applied_and_decoupled(optimizer):
 )  # fmt: skip
 def test_decay_does_not_turn_lions_sign():
     # a decay inside of the sign would win: 100 against 1e-3
-    update = one_update(Lion(weight_decay=0.5), {"kernel": matrix(2, 2)}, -1e-3, value=100.0)["kernel"]
+    update = one_update(Lion(weight_decay=0.5), {"kernel": matrix(2, 2)}, -1e-3, value=100.0)[
+        "kernel"
+    ]
     np.testing.assert_allclose(update, 1.0 - 50.0)
 
 
@@ -215,8 +244,12 @@ def test_clipping_of_no_gradient():
 )  # fmt: skip
 def test_moments_are_float32():
     adapted = Lora(rank=2)(models.spec(TINY))
-    state = jax.eval_shape(optimizers.build(AdamW(), adapted.spec, adapted.frozen).init, params.abstract(adapted.spec))
-    kinds = {leaf.dtype for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    state = jax.eval_shape(
+        optimizers.build(AdamW(), adapted.spec, adapted.frozen).init, params.abstract(adapted.spec)
+    )
+    kinds = {
+        leaf.dtype for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
     assert kinds == {jnp.dtype("float32")}
 
 
@@ -227,6 +260,10 @@ def test_moments_are_float32():
 def test_optimizers_have_rate_one():
     spec = {"kernel": matrix(2, 2)}
     for optimizer in (Adam, AdamW, Lion, Adafactor):
-        few, many = (one_update(optimizer(learning_rate=rate), spec, 1.0)["kernel"] for rate in (1e-5, 1.0))
-        np.testing.assert_array_equal(few, many)  # the train step multiplies, and logs what it multiplied by
+        few, many = (
+            one_update(optimizer(learning_rate=rate), spec, 1.0)["kernel"] for rate in (1e-5, 1.0)
+        )
+        np.testing.assert_array_equal(
+            few, many
+        )  # the train step multiplies, and logs what it multiplied by
     assert isinstance(optimizers.build(Adam(), spec), optax.GradientTransformation)

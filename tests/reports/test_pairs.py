@@ -23,9 +23,13 @@ from jaxformer.training import TokenCrossEntropy
 
 END = 0xFF
 DECODER = SimpleNamespace(context_length=32)
-BOTH = SimpleNamespace(encoder=SimpleNamespace(context_length=32), decoder=SimpleNamespace(context_length=32))
+BOTH = SimpleNamespace(
+    encoder=SimpleNamespace(context_length=32), decoder=SimpleNamespace(context_length=32)
+)
 TEXTS = st.lists(
-    st.tuples(st.text("abc", min_size=1, max_size=12), st.text("xyz", min_size=1, max_size=12)), min_size=1, max_size=12
+    st.tuples(st.text("abc", min_size=1, max_size=12), st.text("xyz", min_size=1, max_size=12)),
+    min_size=1,
+    max_size=12,
 )
 
 
@@ -39,7 +43,9 @@ def dataset_of(texts, model, rows=Packed(), **more):
 
 
 def write_rows(path, texts):
-    path.write_text("".join(json.dumps({"source": source, "target": target}) + "\n" for source, target in texts))
+    path.write_text(
+        "".join(json.dumps({"source": source, "target": target}) + "\n" for source, target in texts)
+    )
     return str(path)
 
 
@@ -54,10 +60,15 @@ def answers(dataset):
 
 
 @pytest.mark.report(
-    "huggingface/transformers#5987", "huggingface/transformers#7719", listed="first 07",
-    right="The decoder begins with the token that the model was trained with: a field, by default the end of a text.",
+    "huggingface/transformers#5987",
+    "huggingface/transformers#7719",
+    listed="first 07",
+    right=(
+        "The decoder begins with the token that the model was trained with: a field, by default "
+        "the end of a text."
+    ),
     hit="It always began with the end of a text, which is wrong for T5 and Marian.",
-)  # fmt: skip
+)
 @pytest.mark.parametrize(("start", "first"), [(None, END), (0, 0), (300, 300)])
 def test_the_first_token_of_a_target_is_a_choice(tmp_path, start, first):
     path = write_rows(tmp_path / "rows.jsonl", [("abc", "xy"), ("ab", "xyz")])
@@ -68,15 +79,23 @@ def test_the_first_token_of_a_target_is_a_choice(tmp_path, start, first):
     assert data.question(BOTH, dataset.tokenizer, "abc").prompt == [first]
     assert dataset.vocab_size == max(256, first + 1)
     if start is not None:
-        assert dataset.digest != Pairs(path, path, tokenizer="bytes", vocab_size=None).open(BOTH).digest
+        assert (
+            dataset.digest
+            != Pairs(path, path, tokenizer="bytes", vocab_size=None).open(BOTH).digest
+        )
         with pytest.raises(ConfigError, match=r"data\.start"):
             data.open(DECODER)
 
 
 @pytest.mark.report(
-    "kohya-ss/sd-scripts#473", "kohya-ss/sd-scripts#2141", listed="third 11",
-    right="Buckets fill a short last batch with examples of the same bucket; each pair comes at least once an epoch.",
-)  # fmt: skip
+    "kohya-ss/sd-scripts#473",
+    "kohya-ss/sd-scripts#2141",
+    listed="third 11",
+    right=(
+        "Buckets fill a short last batch with examples of the same bucket; each pair comes at "
+        "least once an epoch."
+    ),
+)
 @pytest.mark.report(
     "lhotse-speech/lhotse#610",
     right="No bucket drops a pair, whatever the sizes of buckets and batches.",
@@ -99,7 +118,10 @@ def test_buckets_come_in_random_order():
     texts = [("a" * (1 + number % 14), "x") for number in range(56)]
     rows = dataset_of(texts, BOTH, Buckets((4, 8))).train
     batches = rows.batch_indices(0, 4)
-    epochs = [[batches[epoch * batches.count + step].tolist() for step in range(batches.count)] for epoch in range(2)]
+    epochs = [
+        [batches[epoch * batches.count + step].tolist() for step in range(batches.count)]
+        for epoch in range(2)
+    ]
     lengths = [[rows.shape(batch) for batch in epoch] for epoch in epochs]
     assert lengths[0] != sorted(lengths[0]) and lengths[0] != lengths[1]
     assert sorted(map(sorted, epochs[0])) != sorted(map(sorted, epochs[1]))
@@ -109,7 +131,9 @@ def test_buckets_come_in_random_order():
     "meta-pytorch/torchtune#2613",
     right="In a packed row no pair is asked for the first token of the next one.",
 )  # fmt: skip
-@given(TEXTS, st.sampled_from([DECODER, BOTH]), st.sampled_from([Packed(), Packed(1), Buckets((8,))]))
+@given(
+    TEXTS, st.sampled_from([DECODER, BOTH]), st.sampled_from([Packed(), Packed(1), Buckets((8,))])
+)
 @settings(max_examples=40, deadline=None)
 def test_labels_are_shifted_within_a_pair(texts, model, rows):
     found = list(answers(dataset_of(texts, model, rows)))
@@ -126,7 +150,9 @@ def test_labels_are_shifted_within_a_pair(texts, model, rows):
 @given(TEXTS, st.sampled_from([DECODER, BOTH]))
 @settings(max_examples=30, deadline=None)
 def test_what_is_learned_is_the_target_and_its_end(texts, model):
-    learned = sorted(bytes(labels.astype(np.uint8)) for _, _, labels in answers(dataset_of(texts, model)))
+    learned = sorted(
+        bytes(labels.astype(np.uint8)) for _, _, labels in answers(dataset_of(texts, model))
+    )
     assert learned == sorted(target.encode() + b"\xff" for _, target in texts)
 
 
@@ -135,16 +161,21 @@ def test_what_is_learned_is_the_target_and_its_end(texts, model):
     right="The decoder never reads the end of its own target, in a padded row neither.",
 )  # fmt: skip
 def test_a_decoder_does_not_read_the_end_of_its_target():
-    batch = dataset_of([("abc", "xy"), ("a" * 20, "z" * 20)], BOTH, Buckets((8,)), start=7).train.take_rows(np.arange(2))
+    batch = dataset_of(
+        [("abc", "xy"), ("a" * 20, "z" * 20)], BOTH, Buckets((8,)), start=7
+    ).train.take_rows(np.arange(2))
     assert not (batch["tokens"] == END).any()
     assert ((batch["tokens"] == 0) == (batch["segment_ids"] == 0)).all()
     assert not batch["weights"][batch["segment_ids"] == 0].any()
 
 
 @pytest.mark.report(
-    "huggingface/trl#6668", "huggingface/trl#5826",
-    right="A pair too long for the model is a bad row: no example is left whose target was cut away.",
-)  # fmt: skip
+    "huggingface/trl#6668",
+    "huggingface/trl#5826",
+    right=(
+        "A pair too long for the model is a bad row: no example is left whose target was cut away."
+    ),
+)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
 @settings(max_examples=30, deadline=None)
 def test_no_example_without_a_target_is_left(lengths):
@@ -163,7 +194,9 @@ def test_no_example_without_a_target_is_left(lengths):
     right="Positions begin anew with each pair of a packed row.",
 )  # fmt: skip
 def test_positions_begin_anew_with_each_pair():
-    batch = dataset_of([("ab", "x"), ("abc", "xyz"), ("a", "x")], DECODER).train.take_rows(np.array([0]))
+    batch = dataset_of([("ab", "x"), ("abc", "xyz"), ("a", "x")], DECODER).train.take_rows(
+        np.array([0])
+    )
     segments = batch["segment_ids"]
     positions = np.asarray(within_segments(jnp.asarray(segments)))
     assert segments.max() == 3
@@ -179,7 +212,9 @@ def test_positions_begin_anew_with_each_pair():
 def test_blank_lines_do_not_move_pairs(tmp_path):
     (tmp_path / "t.vi").write_text("one\n\nthree\nfour\n  \n")
     (tmp_path / "t.en").write_text("eins\nzwei\ndrei\n\nfuenf\n")
-    data = Pairs(str(tmp_path / "t"), str(tmp_path / "t"), "vi", "en", "bytes", None, bad_rows="skip")
+    data = Pairs(
+        str(tmp_path / "t"), str(tmp_path / "t"), "vi", "en", "bytes", None, bad_rows="skip"
+    )
     dataset = data.open(BOTH)
     sources = [bytes(example.source.astype(np.uint8)) for example in dataset.train.examples]
     targets = [bytes(example.labels.astype(np.uint8)) for example in dataset.train.examples]
@@ -189,37 +224,56 @@ def test_blank_lines_do_not_move_pairs(tmp_path):
 
 @pytest.mark.report(
     "EdinburghNLP/code-docstring-corpus#12",
-    right="Only \\n ends a line: other separators of Unicode within a text do not make the files uneven.",
-)  # fmt: skip
+    right=(
+        "Only \\n ends a line: other separators of Unicode within a text do not make the files "
+        "uneven."
+    ),
+)
 @pytest.mark.parametrize("separator", ["\u2028", "\u0085", "\x0b", "\x0c", "\x1c", "\r"])
 def test_other_separators_end_no_line(tmp_path, separator):
     (tmp_path / "t.a").write_bytes(f"one{separator}two\nthree\r\n".encode())
     (tmp_path / "t.b").write_bytes(b"x\ny\n")
     dataset = Pairs(str(tmp_path / "t"), str(tmp_path / "t"), "a", "b", "bytes", None).open(BOTH)
-    sources = [bytes(example.source[:-1].astype(np.uint8)).decode() for example in dataset.train.examples]
+    sources = [
+        bytes(example.source[:-1].astype(np.uint8)).decode() for example in dataset.train.examples
+    ]
     assert sources == [f"one{separator}two", "three"]
 
 
 @pytest.mark.report(
     "BIMSBbioinfo/flexynesis#156",
-    right="What only the validation pairs have, here a character, is a bad row by name, and skipped where that is asked for.",
+    right=(
+        "What only the validation pairs have, here a character, is a bad row by name, and "
+        "skipped where that is asked for."
+    ),
     hit="bad_rows='skip' ended with an error that named no row.",
-)  # fmt: skip
+)
 def test_a_character_that_training_lacks_is_a_bad_row(tmp_path):
     train = write_rows(tmp_path / "train.jsonl", [("abc", "xyz")])
-    validation = write_rows(tmp_path / "validation.jsonl", [("cab", "zy"), ("abq", "x"), ("a", "y")])
+    validation = write_rows(
+        tmp_path / "validation.jsonl", [("cab", "zy"), ("abq", "x"), ("a", "y")]
+    )
     data = Pairs(train, validation, tokenizer="characters", vocab_size=None, bad_rows="skip")
     dataset = data.open(BOTH)
     assert len(dataset.validation.examples) == 2
     assert "1 not a text of the tokenizer" in dataset.description
-    with pytest.raises(ConfigError, match=r"validation\.jsonl:2: not a text of the tokenizer .*'q'"):
+    with pytest.raises(
+        ConfigError, match=r"validation\.jsonl:2: not a text of the tokenizer .*'q'"
+    ):
         Pairs(train, validation, tokenizer="characters", vocab_size=None).open(BOTH)
 
 
 # --- padding
 
 READER = ModelConfig(
-    vocab_size=16, num_layers=1, d_model=8, num_heads=2, context_length=16, init_std=0.5, masks=(full(),), heads=()
+    vocab_size=16,
+    num_layers=1,
+    d_model=8,
+    num_heads=2,
+    context_length=16,
+    init_std=0.5,
+    masks=(full(),),
+    heads=(),
 )
 
 
@@ -227,7 +281,9 @@ READER = ModelConfig(
     "NVIDIA/FasterTransformer#270",
     "joeynmt/joeynmt#151",
     listed="third 26",
-    right="Padding of a source or a target, in front, behind or both, of any token, changes no loss.",
+    right=(
+        "Padding of a source or a target, in front, behind or both, of any token, changes no loss."
+    ),
 )
 @pytest.mark.parametrize("positions", [Learned(), Relative()])
 def test_padding_of_pairs_changes_no_loss(positions):
@@ -238,12 +294,17 @@ def test_padding_of_pairs_changes_no_loss(positions):
     draw = lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), leaf.dtype)
     drawn = jax.tree.map(draw, shapes)
     pairs = [(rng.integers(0, 16, s), rng.integers(0, 16, t + 1)) for s, t in ((5, 4), (2, 6))]
-    loss = jax.jit(lambda batch: TokenCrossEntropy()(model, drawn, batch, StepContext(jax.random.key(0))).loss)
+    loss = jax.jit(
+        lambda batch: TokenCrossEntropy()(model, drawn, batch, StepContext(jax.random.key(0))).loss
+    )
 
     def batch(pairs, source, target, place):
         """The pairs in rows of these lengths; `place`: how much of the padding is in front."""
         wide = lambda length, dtype=np.int32: np.zeros((len(pairs), length), dtype)
-        filled = {name: rng.integers(0, 16, (len(pairs), n)) for name, n in (("source", source), ("tokens", target))}
+        filled = {
+            name: rng.integers(0, 16, (len(pairs), n))
+            for name, n in (("source", source), ("tokens", target))
+        }
         filled |= {"labels": wide(target), "weights": wide(target, np.float32)}
         filled |= {"source_segment_ids": wide(source), "segment_ids": wide(target)}
         for row, (read, written) in enumerate(pairs):

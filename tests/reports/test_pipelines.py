@@ -1,4 +1,5 @@
-"""Layers in stages: what belongs to rows goes with its micro-batch; norms, tied tables and scores are those of one device."""
+"""Layers in stages: what belongs to rows goes with its micro-batch; norms, tied tables and scores
+are those of one device."""
 
 from dataclasses import replace
 from functools import partial
@@ -30,9 +31,16 @@ class Nothing:
 
 
 MODEL = ModelConfig(
-    vocab_size=11, num_layers=2, d_model=8, num_heads=N, context_length=N, positions=Alibi(), init_std=0.3,
-    attention_implementation="reference", use_bias=False,
-)  # fmt: skip
+    vocab_size=11,
+    num_layers=2,
+    d_model=8,
+    num_heads=N,
+    context_length=N,
+    positions=Alibi(),
+    init_std=0.3,
+    attention_implementation="reference",
+    use_bias=False,
+)
 STAGES = Mesh(data=1, stage=2)
 EXPERIMENT = Experiment("stages", MODEL, Nothing(), batch_size=N, steps=10, clip_norm=0.1)
 
@@ -42,7 +50,12 @@ def batch_of():
     tokens = jnp.asarray(rng.integers(0, 11, (N, N)), jnp.int32)
     segments = jnp.asarray([[1, 1, 2, 2], [1, 1, 1, 0], [1, 2, 2, 3], [1, 1, 1, 1]], jnp.int32)
     weights = (segments > 0).astype(jnp.float32) * jnp.asarray([1.0, 1.0, 0.0, 1.0])[:, None]
-    return {"tokens": tokens, "labels": jnp.roll(tokens, -1, 1), "weights": weights, "segment_ids": segments}
+    return {
+        "tokens": tokens,
+        "labels": jnp.roll(tokens, -1, 1),
+        "weights": weights,
+        "segment_ids": segments,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -54,30 +67,45 @@ def ran():
         mesh = make_mesh(config, jax.devices()[: config.stage])
         places, batch = state_shardings(recipe, mesh), batch_of()
         with jax.set_mesh(mesh):
-            start = block_if_simulated(jax.jit(partial(init_state, build(EXPERIMENT)), out_shardings=places)())
+            start = block_if_simulated(
+                jax.jit(partial(init_state, build(EXPERIMENT)), out_shardings=places)()
+            )
             batch = jax.device_put(batch, batch_sharding(mesh, batch))
             score = jax.jit(recipe.score)
             before = block_if_simulated(score(start.params, batch, jax.random.key(0)))
-            after, metrics = block_if_simulated(jax.jit(make_train_step(recipe), out_shardings=(places, None))(start, batch))
+            after, metrics = block_if_simulated(
+                jax.jit(make_train_step(recipe), out_shardings=(places, None))(start, batch)
+            )
             again = block_if_simulated(score(start.params, batch, jax.random.key(0)))
             later = block_if_simulated(score(after.params, batch, jax.random.key(0)))
         found.append(
-            jax.device_get(SimpleNamespace(before=before, again=again, later=later, metrics=metrics, state=after).__dict__)
+            jax.device_get(
+                SimpleNamespace(
+                    before=before, again=again, later=later, metrics=metrics, state=after
+                ).__dict__
+            )
         )
     return found
 
 
 def near(many, one, tolerance=1e-4):
-    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(many), strict=True):
+    for (path, leaf), other in zip(
+        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(many), strict=True
+    ):
         scale = float(np.abs(leaf).max()) + 1e-9
-        np.testing.assert_allclose(other, leaf, rtol=tolerance, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            other, leaf, rtol=tolerance, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 thorough = pytest.mark.thorough
 
 
 @thorough
-@pytest.mark.report("pytorch/torchtitan#596", right="the gradient norm, and so clipping, is that of all stages together")
+@pytest.mark.report(
+    "pytorch/torchtitan#596",
+    right="the gradient norm, and so clipping, is that of all stages together",
+)
 def test_the_norm_is_that_of_all_stages(ran):
     one, many = ran
     np.testing.assert_allclose(many["metrics"]["grad_norm"], one["metrics"]["grad_norm"], rtol=1e-5)
@@ -86,7 +114,9 @@ def test_the_norm_is_that_of_all_stages(ran):
 
 @thorough
 @pytest.mark.report(
-    "uw-syfi/piper#13", "NVIDIA/Megatron-LM#299", right="a table that begins and ends the model has the gradient of both uses"
+    "uw-syfi/piper#13",
+    "NVIDIA/Megatron-LM#299",
+    right="a table that begins and ends the model has the gradient of both uses",
 )
 def test_a_tied_table_has_both_gradients(ran):
     one, many = ran
@@ -95,7 +125,10 @@ def test_a_tied_table_has_both_gradients(ran):
 
 
 @thorough
-@pytest.mark.report("pytorch/torchtitan#4098", right="segments of packed rows go with their rows to each micro-batch")
+@pytest.mark.report(
+    "pytorch/torchtitan#4098",
+    right="segments of packed rows go with their rows to each micro-batch",
+)
 def test_segments_go_with_their_rows(ran):
     one, many = ran
     np.testing.assert_allclose(many["before"].loss, one["before"].loss, rtol=1e-5)
@@ -134,16 +167,25 @@ def test_evaluations_and_steps_in_turn(ran):
     right="a batch that micro-batches and stages do not divide is refused before anything runs",
 )
 @pytest.mark.parametrize(
-    ("mesh", "size", "near"), [(Mesh(data=1, stage=2, microbatches=3), 8, "6 or 12"), (Mesh(data=2, stage=2), 6, "4 or 8")]
+    ("mesh", "size", "near"),
+    [(Mesh(data=1, stage=2, microbatches=3), 8, "6 or 12"), (Mesh(data=2, stage=2), 6, "4 or 8")],
 )
 def test_a_batch_that_does_not_divide_is_refused(mesh, size, near):
-    with pytest.raises(ConfigError, match=rf"batch_size={size} does not divide among .* stages; sizes that do: {near}$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"batch_size={size} does not divide among .* stages; sizes that do: {near}$",
+    ):
         check_batch(mesh, mesh.shape(mesh.data * mesh.stage), size)
 
 
-@pytest.mark.report("deepspeedai/DeepSpeed#794", right="stages idle (S - 1) / (M + S - 1) of a step: more micro-batches help")
+@pytest.mark.report(
+    "deepspeedai/DeepSpeed#794",
+    right="stages idle (S - 1) / (M + S - 1) of a step: more micro-batches help",
+)
 def test_stages_idle_by_the_formula():
     for S, M, R in ((2, 2, 1), (4, 8, 1), (4, 8, 2)):
-        work = [[t - s for t in range(R * M + S - 1) if 0 <= t - s < R * M] for s in range(S)]  # ticks with work, by stage
+        work = [
+            [t - s for t in range(R * M + S - 1) if 0 <= t - s < R * M] for s in range(S)
+        ]  # ticks with work, by stage
         idle = 1 - len(work[0]) / (R * M + S - 1)
         assert bubble(S, M, R) == pytest.approx(idle)

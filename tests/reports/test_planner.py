@@ -1,4 +1,5 @@
-"""What a step costs: FLOPs and MFU, memory of states and evaluation, and how a lack of memory is recognised."""
+"""What a step costs: FLOPs and MFU, memory of states and evaluation, and how a lack of memory is
+recognised."""
 
 from dataclasses import replace
 
@@ -18,7 +19,9 @@ from jaxformer.training import optimizers
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import trained_weights
 
-STACK = ModelConfig(vocab_size=100, num_layers=3, d_model=16, num_heads=2, context_length=8, use_bias=False)
+STACK = ModelConfig(
+    vocab_size=100, num_layers=3, d_model=16, num_heads=2, context_length=8, use_bias=False
+)
 BASE = Experiment("any", STACK, Text("nowhere.txt"))
 
 
@@ -32,9 +35,11 @@ def flops(experiment, length=0):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "NVIDIA-NeMo/Automodel#786", "MrYxJ/calculate-flops.pytorch#30",
-    right="a frozen weight counts 4 FLOPs a token: no gradient of it is computed", hit="MFU of LoRA runs counted 6 for each",
-)  # fmt: skip
+    "NVIDIA-NeMo/Automodel#786",
+    "MrYxJ/calculate-flops.pytorch#30",
+    right="a frozen weight counts 4 FLOPs a token: no gradient of it is computed",
+    hit="MFU of LoRA runs counted 6 for each",
+)
 def test_lora_counts_what_is_computed():
     lora = replace(BASE, adaptation=Lora(), initial=lambda spec, key: params.init(spec, key))
     adapted = {path for path in products(STACK) if "query" in path or "value" in path}
@@ -46,30 +51,48 @@ def test_lora_counts_what_is_computed():
 
 @pytest.mark.report(
     "ByteDance-Seed/VeOmni#983",
-    right="where nothing trains below, no gradient passes: 2 FLOPs a weight, 4 L N H T of attention",
+    right=(
+        "where nothing trains below, no gradient passes: 2 FLOPs a weight, 4 L N H T of attention"
+    ),
     hit="a run that trains its head alone had the MFU of one that trains all",
-)  # fmt: skip
+)
 def test_a_head_alone_has_no_backward_pass_below():
-    untied = replace(BASE, model=replace(STACK, tie_embeddings=False), frozen="^(embedding|layers)/")
+    untied = replace(
+        BASE, model=replace(STACK, tie_embeddings=False), frozen="^(embedding|layers)/"
+    )
     head = {path for path in products(untied.model) if path.startswith("heads/")}
-    expected = sum((6 if path in head else 2) * size for path, size in products(untied.model).items())
+    expected = sum(
+        (6 if path in head else 2) * size for path, size in products(untied.model).items()
+    )
     assert head and flops(untied) == expected
     assert flops(untied, 8) - flops(untied) == 4 * 3 * 16 * 8
-    tied = replace(BASE, frozen="^layers/")  # its table trains, so gradients pass through all layers
-    assert flops(tied) == sum((4 if path.startswith("layers/") else 6) * size for path, size in products(STACK).items())
+    tied = replace(
+        BASE, frozen="^layers/"
+    )  # its table trains, so gradients pass through all layers
+    assert flops(tied) == sum(
+        (4 if path.startswith("layers/") else 6) * size for path, size in products(STACK).items()
+    )
 
 
 @pytest.mark.report(
-    "AI-Hypercomputer/maxtext#678", "PrimeIntellect-ai/prime-rl#778", right="of experts those count that a token goes to"
+    "AI-Hypercomputer/maxtext#678",
+    "PrimeIntellect-ai/prime-rl#778",
+    right="of experts those count that a token goes to",
 )
 def test_experts_that_a_token_does_not_meet_cost_nothing():
-    of = lambda experts: cost.training_flops(replace(STACK, feedforward=Mixture(experts, 2, d_ff=32)), 0)
+    of = lambda experts: cost.training_flops(
+        replace(STACK, feedforward=Mixture(experts, 2, d_ff=32)), 0
+    )
     assert of(64) - of(4) == 6 * 3 * 16 * (64 - 4)  # the router alone
 
 
-@pytest.mark.report("AI-Hypercomputer/maxtext#4017", right="a shared expert counts with its own width")
+@pytest.mark.report(
+    "AI-Hypercomputer/maxtext#4017", right="a shared expert counts with its own width"
+)
 def test_a_shared_expert_has_its_own_width():
-    of = lambda shared: cost.training_flops(replace(STACK, feedforward=Mixture(4, 2, d_ff=32, shared=shared)), 0)
+    of = lambda shared: cost.training_flops(
+        replace(STACK, feedforward=Mixture(4, 2, d_ff=32, shared=shared)), 0
+    )
     assert of(48) - of(0) == 6 * 3 * 3 * 16 * 48
 
 
@@ -79,8 +102,12 @@ def test_a_shared_expert_has_its_own_width():
     right="a table that is looked up costs nothing, one that is a head counts once",
 )
 def test_tables_count_as_products_alone():
-    tied, untied = (cost.training_flops(replace(STACK, tie_embeddings=flag), 0) for flag in (True, False))
-    assert tied == untied == 6 * (100 * 16 + params.count(models.spec(STACK)["layers"]) - 2 * 3 * 16)
+    tied, untied = (
+        cost.training_flops(replace(STACK, tie_embeddings=flag), 0) for flag in (True, False)
+    )
+    assert (
+        tied == untied == 6 * (100 * 16 + params.count(models.spec(STACK)["layers"]) - 2 * 3 * 16)
+    )
 
 
 @pytest.mark.report(
@@ -94,17 +121,25 @@ def test_attention_counts_both_products():
 
 
 @pytest.mark.report(
-    "awslabs/sockeye#897", "jax-ml/jax#17217", right="a lack of memory is recognised under the names of CUDA's libraries, too",
+    "awslabs/sockeye#897",
+    "jax-ml/jax#17217",
+    right="a lack of memory is recognised under the names of CUDA's libraries, too",
     hit="CUDNN_STATUS_ALLOC_FAILED and the like ended with a traceback, without advice",
-)  # fmt: skip
+)
 @pytest.mark.parametrize(
     "text",
     [
         "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5520758552 bytes.",
-        "INTERNAL: Failed to allocate 126257359472 bytes for new constant: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+        (
+            "INTERNAL: Failed to allocate 126257359472 bytes for new constant: "
+            "CUDA_ERROR_OUT_OF_MEMORY: out of memory"
+        ),
         "INTERNAL: cublas error: CUBLAS_STATUS_ALLOC_FAILED",
         "FAILED_PRECONDITION: DNN library initialization failed. CUDNN_STATUS_ALLOC_FAILED",
-        "INTERNAL: NCCL operation ncclCommInitRank failed: unhandled cuda error. Last NCCL warning(error) 'out of memory'.",
+        (
+            "INTERNAL: NCCL operation ncclCommInitRank failed: unhandled cuda error. Last NCCL "
+            "warning(error) 'out of memory'."
+        ),
     ],
 )
 def test_a_lack_of_memory_has_many_names(text):
@@ -113,19 +148,27 @@ def test_a_lack_of_memory_has_many_names(text):
 
 
 @pytest.mark.report(
-    "grpc/grpc-java#2906", "Kubedex/exporter#6", right="a message that is too long is no lack of the device's memory",
+    "grpc/grpc-java#2906",
+    "Kubedex/exporter#6",
+    right="a message that is too long is no lack of the device's memory",
     hit="RESOURCE_EXHAUSTED of the network got the advice to recompute layers",
-)  # fmt: skip
+)
 def test_a_message_too_long_is_no_lack_of_memory():
     text = "RESOURCE_EXHAUSTED: Received message larger than max (5308389 vs. 4194304)"
     assert not out_of_memory.is_out_of_memory(jax.errors.JaxRuntimeError(text))
-    assert not out_of_memory.is_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: NCCL: remote process exited"))
+    assert not out_of_memory.is_out_of_memory(
+        jax.errors.JaxRuntimeError("INTERNAL: NCCL: remote process exited")
+    )
 
 
 @pytest.mark.report(
-    "meta-pytorch/torchrec#685", "rohitg00/ai-engineering-from-scratch#17",
-    right="the memory of an optimizer is that of the one that is used, and frozen parameters have none",
-)  # fmt: skip
+    "meta-pytorch/torchrec#685",
+    "rohitg00/ai-engineering-from-scratch#17",
+    right=(
+        "the memory of an optimizer is that of the one that is used, and frozen parameters have "
+        "none"
+    ),
+)
 def test_the_optimizers_memory_is_that_of_the_one_in_use():
     moments = lambda optimizer, frozen=None: search._moments(optimizer, STACK, frozen)
     assert moments(optimizers.AdamW()) == pytest.approx(2, abs=1e-3)
@@ -134,7 +177,8 @@ def test_the_optimizers_memory_is_that_of_the_one_in_use():
 
 
 @pytest.mark.report(
-    "NVIDIA-NeMo/Megatron-Bridge#3910", right="a device of `expert` holds its share of the experts and all of what is not split"
+    "NVIDIA-NeMo/Megatron-Bridge#3910",
+    right="a device of `expert` holds its share of the experts and all of what is not split",
 )
 def test_experts_are_shared_out_in_memory():
     model = replace(STACK, feedforward=Mixture(8, 2, d_ff=32))
@@ -142,14 +186,22 @@ def test_experts_are_shared_out_in_memory():
     sizes, whole = sharding.shard_bytes(models.spec(model), mesh), params.paths(models.spec(model))
     for path, leaf in whole.items():
         assert sizes[path] == 4 * params.count(leaf) // (4 if "expert" in leaf.axes else 1), path
-    assert sizes["layers/feedforward/up/kernel"] * 4 == 4 * params.count(whole["layers/feedforward/up/kernel"])
+    assert sizes["layers/feedforward/up/kernel"] * 4 == 4 * params.count(
+        whole["layers/feedforward/up/kernel"]
+    )
 
 
 @pytest.mark.report(
-    "OpenAgentsInc/psionic#1103", listed="third 05",
-    right="a fit of runs that do not determine it is refused, and so is a best size outside of them",
-    hit="a best size ten times below the smallest run, and exponents of runs of one size, with intervals of width 0",
-)  # fmt: skip
+    "OpenAgentsInc/psionic#1103",
+    listed="third 05",
+    right=(
+        "a fit of runs that do not determine it is refused, and so is a best size outside of them"
+    ),
+    hit=(
+        "a best size ten times below the smallest run, and exponents of runs of one size, with "
+        "intervals of width 0"
+    ),
+)
 def test_laws_need_runs_that_determine_them():
     from jaxformer.errors import ConfigError
     from jaxformer.tools.analysis import scaling
@@ -162,20 +214,39 @@ def test_laws_need_runs_that_determine_them():
 
 
 @pytest.mark.report(
-    "pytorch/torchtitan#2577", "huggingface/transformers#48307", listed="first 27",
-    right="more devices of `tensor` than key heads are one line that names the heads and sizes that do",
-)  # fmt: skip
+    "pytorch/torchtitan#2577",
+    "huggingface/transformers#48307",
+    listed="first 27",
+    right=(
+        "more devices of `tensor` than key heads are one line that names the heads and sizes "
+        "that do"
+    ),
+)
 def test_more_devices_than_key_heads_are_one_line(capsys):
     from jaxformer import cli
 
-    words = ["show", "preset:qwen2_05b", "--sharding", "--devices", "4", "--mesh.tensor=4", "--mesh.data=1", "--mesh.fsdp=1"]
+    words = [
+        "show",
+        "preset:qwen2_05b",
+        "--sharding",
+        "--devices",
+        "4",
+        "--mesh.tensor=4",
+        "--mesh.data=1",
+        "--mesh.fsdp=1",
+    ]
     assert presets.qwen2_05b.kv_heads == 2 and cli.main(words) == 2
     error = capsys.readouterr().err
-    assert "kv_heads=2 does not divide among mesh.tensor=4; sizes that do: 4" in error and error.count("\n") == 1
+    assert (
+        "kv_heads=2 does not divide among mesh.tensor=4; sizes that do: 4" in error
+        and error.count("\n") == 1
+    )
 
 
 @pytest.mark.report(
-    "vllm-project/vllm#440", listed="second 39", right="a size that a mesh does not divide is refused with sizes that do"
+    "vllm-project/vllm#440",
+    listed="second 39",
+    right="a size that a mesh does not divide is refused with sizes that do",
 )
 @pytest.mark.parametrize(
     "model, axis, said",
@@ -190,13 +261,18 @@ def test_sizes_that_a_mesh_does_not_divide(model, axis, said):
     from jaxformer.errors import ConfigError
 
     with pytest.raises(ConfigError, match=said):
-        sharding.partition_specs(models.spec(model), AbstractMesh(tuple(axis.get(name, 1) for name in AXES), AXES))
+        sharding.partition_specs(
+            models.spec(model), AbstractMesh(tuple(axis.get(name, 1) for name in AXES), AXES)
+        )
 
 
 @pytest.mark.report(
-    "AI-Hypercomputer/maxtext#5335", "mosaicml/composer#1417", listed="second 19",
-    right="a plan counts the memory of an evaluation, too", hit="it said that a run fits which ended at its first evaluation",
-)  # fmt: skip
+    "AI-Hypercomputer/maxtext#5335",
+    "mosaicml/composer#1417",
+    listed="second 19",
+    right="a plan counts the memory of an evaluation, too",
+    hit="it said that a run fits which ended at its first evaluation",
+)
 @pytest.mark.thorough
 def test_a_plan_counts_the_memory_of_an_evaluation():
     from jaxformer.parallel import Mesh
@@ -205,7 +281,11 @@ def test_a_plan_counts_the_memory_of_an_evaluation():
     found = []
     for rows in (8, 64):
         model = replace(STACK, num_layers=1, vocab_size=512, context_length=64)
-        traced = planned.trace(replace(BASE, model=model, batch_size=rows, mesh=Mesh(data=1)), jax.devices()[:1])
-        found.append(planned.evaluation_bytes(traced, jax.devices()[:1], fast=True) - traced.argument_bytes)
+        traced = planned.trace(
+            replace(BASE, model=model, batch_size=rows, mesh=Mesh(data=1)), jax.devices()[:1]
+        )
+        found.append(
+            planned.evaluation_bytes(traced, jax.devices()[:1], fast=True) - traced.argument_bytes
+        )
     stream = 64 * 16 * 4  # of a row: what a layer adds to
     assert found[0] >= 8 * stream and found[1] - found[0] >= 56 * stream

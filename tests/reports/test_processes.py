@@ -24,7 +24,9 @@ def meet(port, *members, limit=5.0):
         except Exception as error:
             came[place] = error
 
-    threads = [threading.Thread(target=join, args=(place, *member)) for place, member in enumerate(members)]
+    threads = [
+        threading.Thread(target=join, args=(place, *member)) for place, member in enumerate(members)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -69,24 +71,35 @@ def test_a_job_with_some_of_its_variables(monkeypatch, variables, refused):
     if not refused:
         assert processes.find(limit=1.0) is None
         return
-    with pytest.raises(ConfigError, match=r"processes could not be found .*; give JAXFORMER_COORDINATOR, JAXFORMER_PROCESSES"):
+    with pytest.raises(
+        ConfigError,
+        match=r"processes could not be found .*; give JAXFORMER_COORDINATOR, JAXFORMER_PROCESSES",
+    ):
         processes.find(limit=1.0)
 
 
 @pytest.mark.report(
-    "huggingface/accelerate#2362", "facebookresearch/vissl#453", right="a second process 0 is told what it may be",
+    "huggingface/accelerate#2362",
+    "facebookresearch/vissl#453",
+    right="a second process 0 is told what it may be",
     hit="it said only that the port cannot be listened on, and to give another one",
-)  # fmt: skip
+)
 def test_two_processes_0_on_one_machine():
     port = pod_sim.free_port()
-    with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True):  # the first one
+    with socket.create_server(
+        ("", port), family=socket.AF_INET6, dualstack_ipv6=True
+    ):  # the first one
         (second,) = meet(port, (0, 2), limit=0.3)
     assert isinstance(second, ConfigError)
-    assert f"port {port}: process 0 cannot listen there" in str(second) and "no second process 0 of the run" in str(second)
+    assert f"port {port}: process 0 cannot listen there" in str(
+        second
+    ) and "no second process 0 of the run" in str(second)
 
 
 @pytest.mark.report(
-    "pytorch/pytorch#91940", "pytorch/pytorch#135712", right="a restart waits for the port of the run before it, and begins"
+    "pytorch/pytorch#91940",
+    "pytorch/pytorch#135712",
+    right="a restart waits for the port of the run before it, and begins",
 )
 def test_a_restart_waits_for_the_port_of_the_run_before():
     port = pod_sim.free_port()
@@ -98,7 +111,8 @@ def test_a_restart_waits_for_the_port_of_the_run_before():
 
 
 @pytest.mark.report(
-    "huggingface/accelerate#2818", right="processes that were told other numbers of processes are refused, with both numbers"
+    "huggingface/accelerate#2818",
+    right="processes that were told other numbers of processes are refused, with both numbers",
 )
 def test_processes_that_count_differently():
     for error in meet(pod_sim.free_port(), (0, 2), (1, 3), limit=3.0):
@@ -106,10 +120,16 @@ def test_processes_that_count_differently():
         assert "of 3, came to a run of 2" in str(error) and "all one count" in str(error)
 
 
-@pytest.mark.report("marin-community/levanter#432", "jax-ml/jax#22740", right="those who wait learn which process never came")
+@pytest.mark.report(
+    "marin-community/levanter#432",
+    "jax-ml/jax#22740",
+    right="those who wait learn which process never came",
+)
 def test_who_did_not_come_is_named():
     for error in meet(pod_sim.free_port(), (0, 3), (2, 3), limit=0.5):
-        assert isinstance(error, meeting.MissingProcess) and "process 1 never came within 0.5 s" in str(error)
+        assert isinstance(
+            error, meeting.MissingProcess
+        ) and "process 1 never came within 0.5 s" in str(error)
 
 
 @pytest.mark.report(
@@ -134,11 +154,22 @@ def test_a_step_that_never_ends_is_ended(monkeypatch):
 
 
 @pytest.mark.report(
-    "AI-Hypercomputer/torchprime#267", "AI-Hypercomputer/torchprime#23",
-    right="the processes have all rows of a batch together, and each loads those that its own devices hold",
-)  # fmt: skip
+    "AI-Hypercomputer/torchprime#267",
+    "AI-Hypercomputer/torchprime#23",
+    right=(
+        "the processes have all rows of a batch together, and each loads those that its own "
+        "devices hold"
+    ),
+)
 @pytest.mark.parametrize(
-    "axes", [{"data": 8}, {"data": 2, "tensor": 4}, {"data": 1, "fsdp": 4, "context": 2}, {"data": 1, "tensor": 8}], ids=str
+    "axes",
+    [
+        {"data": 8},
+        {"data": 2, "tensor": 4},
+        {"data": 1, "fsdp": 4, "context": 2},
+        {"data": 1, "tensor": 8},
+    ],
+    ids=str,
 )
 def test_processes_load_the_rows_of_their_devices(monkeypatch, axes):
     """Eight devices as if two processes had four each."""
@@ -148,7 +179,9 @@ def test_processes_load_the_rows_of_their_devices(monkeypatch, axes):
     devices, found = mesh.devices.ravel().tolist(), []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for mine in (devices[:4], devices[4:]):
-        place = SimpleNamespace(addressable_devices_indices_map=lambda _, mine=mine: {one: whole[one] for one in mine})
+        place = SimpleNamespace(
+            addressable_devices_indices_map=lambda _, mine=mine: {one: whole[one] for one in mine}
+        )
         monkeypatch.setattr(processes, "batch_sharding", lambda *_, place=place: {"rows": place})
         found.append(processes.local_rows(mesh, 16).tolist())
     assert sorted({*found[0], *found[1]}) == list(range(16))

@@ -1,4 +1,5 @@
-"""Pages and pictures of runs, and what looks into a model: odd texts, odd numbers, few and many of them."""
+"""Pages and pictures of runs, and what looks into a model: odd texts, odd numbers, few and many of
+them."""
 
 import html
 import html.parser
@@ -22,7 +23,18 @@ from jaxformer.runs.run_folder import RunFolder
 from jaxformer.tools.analysis import diagram, figures, gallery, inspection, page, report
 
 nan, inf = math.nan, math.inf
-TEX = ("$$", "$x_$", "a$ b$", r"\$x$", "$\\frac{$", "100% $", "_run", "火 🙂", "a\x00\x07b", "\ud800")
+TEX = (
+    "$$",
+    "$x_$",
+    "a$ b$",
+    r"\$x$",
+    "$\\frac{$",
+    "100% $",
+    "_run",
+    "火 🙂",
+    "a\x00\x07b",
+    "\ud800",
+)
 
 
 def records(*losses):
@@ -30,7 +42,8 @@ def records(*losses):
 
 
 def drawn(draw):
-    """The picture's dots `[height, width, 3]`; a warning is an error, but for letters that the font does not have."""
+    """The picture's dots `[height, width, 3]`; a warning is an error, but for letters that the font
+    does not have."""
     from matplotlib import image
 
     with warnings.catch_warnings():
@@ -53,7 +66,9 @@ def test_texts_are_drawn_as_they_are(text):
         lambda: figures.attention(np.full((1, 1, 3, 3), 1 / 3), [text, "b", text]),
         lambda: figures.losses({text: records(2.0, 1.0)}, 3.0),
         lambda: figures.losses({text: records(2.0, 1.0), "b": records(1.0, 2.0)}),
-        lambda: figures.curves({text: [{"step": 1, f"my {text}": 1.0}, {"step": 2, f"my {text}": 2.0}]}),
+        lambda: figures.curves(
+            {text: [{"step": 1, f"my {text}": 1.0}, {"step": 2, f"my {text}": 2.0}]}
+        ),
         lambda: figures.lines({text: (range(3), range(3))}),
         lambda: figures.heat(np.ones((2, 2)), "x", "y", text),
         lambda: figures.masks({text: causal()}, 8),
@@ -71,7 +86,9 @@ def test_texts_are_drawn_as_they_are(text):
 )
 def test_names_with_an_underscore_are_in_the_legend():
     figure = figures.losses({"_first-1": records(2.0, 1.0), "second-2": records(2.0, 1.5)})
-    assert {"_first-1", "second-2"} <= {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+    assert {"_first-1", "second-2"} <= {
+        text.get_text() for text in figure.axes[0].get_legend().get_texts()
+    }
     figure = figures.lines({"_a": (range(3), range(3)), "b": (range(3), range(3))})
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["_a", "b"]
 
@@ -95,7 +112,12 @@ def test_one_point_is_seen():
         for values in ([2.0], [nan, 2.0, nan], [1.0, nan, 2.0, inf, 3.0]):
             some = {"a": [{"step": i, name: value} for i, value in enumerate(values)]}
             figure = figures.losses(some) if name == "loss" else figures.curves(some)
-            lines = [line for axes in figure.axes for line in axes.get_lines() if np.isfinite(line.get_ydata()).any()]
+            lines = [
+                line
+                for axes in figure.axes
+                for line in axes.get_lines()
+                if np.isfinite(line.get_ydata()).any()
+            ]
             shown = [line for line in lines if line.get_marker() == "o"]
             assert shown and np.isfinite(shown[0].get_ydata()).sum() == np.isfinite(values).sum()
     assert ink(lambda: figures.losses({"a": records(2.0), "b": []}), figures.COLORS[0]) > 10
@@ -130,7 +152,9 @@ def test_a_long_record_is_drawn():
     smoothed = figures.smooth(noise.tolist())
     assert time.process_time() - began < 1
     for at in (0, 5, 100_000, 199_999):
-        assert smoothed[at] == pytest.approx(noise[max(at - 10_000, 0) : at + 10_001].mean(), rel=1e-9)
+        assert smoothed[at] == pytest.approx(
+            noise[max(at - 10_000, 0) : at + 10_001].mean(), rel=1e-9
+        )
     assert drawn(lambda: figures.lines({"a": (np.arange(200_000), noise)})).size
 
 
@@ -150,10 +174,17 @@ def test_many_runs_have_many_colours():
 
 @pytest.fixture
 def runs(tmp_path):
-    """Folders of two runs: the second one has fields, a score and a text that the first one lacks."""
+    """Folders of two runs: the second one has fields, a score and a text that the first one
+    lacks."""
     configs = [
         {"name": "a", "steps": 9, "width": 1, "optimizer": {"type": "Adam", "rate": 0.1}},
-        {"name": "a", "steps": 9, "width": 1, "optimizer": {"type": "Lion", "rate": 0.1}, "ema": {"decay": 0.9}},
+        {
+            "name": "a",
+            "steps": 9,
+            "width": 1,
+            "optimizer": {"type": "Lion", "rate": 0.1},
+            "ema": {"decay": 0.9},
+        },
     ]
     folders = []
     for i, described in enumerate(configs):
@@ -163,9 +194,13 @@ def runs(tmp_path):
         folder.environment.write_text("{}")
         folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in records(2.0, 1.0)))
         folder.result.write_text(
-            json.dumps({"validation": {"loss": 1.0 + i, "tokens": 1e30, "note": "<b>x</b>", "none": None}})
+            json.dumps(
+                {"validation": {"loss": 1.0 + i, "tokens": 1e30, "note": "<b>x</b>", "none": None}}
+            )
         )
-        (folder.samples / "step-9.txt").write_text("<script>alert(1)</script> & \x00 </pre>", encoding="utf-8")
+        (folder.samples / "step-9.txt").write_text(
+            "<script>alert(1)</script> & \x00 </pre>", encoding="utf-8"
+        )
         folders.append(folder)
     return folders
 
@@ -192,14 +227,22 @@ def test_fields_of_one_run_alone_differ(runs):
         text = report.report(folders, [{}, {}], folders[0].path / "figures")
         table = text[text.index("What differs") :]
         table = table[: table.index("</table>")]
-        assert "ema.decay" in table and "optimizer" in table and "width" not in table and "None" not in table
+        assert (
+            "ema.decay" in table
+            and "optimizer" in table
+            and "width" not in table
+            and "None" not in table
+        )
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
     "mlflow/mlflow#48",
     "mlflow/mlflow#18",
-    right="each column has the values of its own run, also of two runs of one name; one given twice is refused",
+    right=(
+        "each column has the values of its own run, also of two runs of one name; one given "
+        "twice is refused"
+    ),
 )
 def test_each_run_has_its_own_scores(runs, tmp_path):
     text = report.report(runs, [{}, {}], runs[0].path / "figures")
@@ -217,11 +260,20 @@ def test_each_run_has_its_own_scores(runs, tmp_path):
     right="markup in samples, scores, names and tokens is text on the page, never markup",
 )
 def test_markup_in_texts_is_text(runs):
-    found = report.report(runs, [{"Costs in numbers": page.table(["<i>"], [{"<u>": "<b>"}])}, {}], runs[0].path / "figures")
+    found = report.report(
+        runs,
+        [{"Costs in numbers": page.table(["<i>"], [{"<u>": "<b>"}])}, {}],
+        runs[0].path / "figures",
+    )
     tokens = ["<script>", "</td>", '" onload="x', "a<b<c", "&amp;"]
     T = len(tokens)
     looked = inspection.Inspection(
-        tokens, np.array([nan, *[1.0] * (T - 1)]), [[(token, 0.5)] for token in tokens], [tokens], {}, None
+        tokens,
+        np.array([nan, *[1.0] * (T - 1)]),
+        [[(token, 0.5)] for token in tokens],
+        [tokens],
+        {},
+        None,
     )
     looked = inspection.page_of(looked, "<b>run</b>")
     for text in (found, looked):
@@ -246,19 +298,40 @@ def test_numbers_of_any_size_fit_their_cells():
         "text": "x",
         "small": 1e-300,
     }
-    cells = dict(re.findall(r"<tr><th>(\w+)</th><td>(.*?)</td></tr>", page.table(["run"], [values])))
-    assert max(map(len, cells.values())) <= 12 and cells["count"] == "12,345,678" and cells["big"] == "1e+300"
-    assert (cells["nan"], cells["inf"], cells["flag"], cells["text"]) == ("nan", "-inf", "True", "x")
+    cells = dict(
+        re.findall(r"<tr><th>(\w+)</th><td>(.*?)</td></tr>", page.table(["run"], [values]))
+    )
+    assert (
+        max(map(len, cells.values())) <= 12
+        and cells["count"] == "12,345,678"
+        and cells["big"] == "1e+300"
+    )
+    assert (cells["nan"], cells["inf"], cells["flag"], cells["text"]) == (
+        "nan",
+        "-inf",
+        "True",
+        "x",
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
     "tensorflow/tensorboard#941",
     right="scores of heads without a finite number are drawn; infinite ones do not set the scale",
-    hit="one infinite score made the scale of all others infinite, and warnings of NumPy were printed",
+    hit=(
+        "one infinite score made the scale of all others infinite, and warnings of NumPy were "
+        "printed"
+    ),
 )
 def test_heat_of_odd_numbers():
-    for values in ([[nan, nan]], [[inf, -inf]], [[nan, 1.0]], [[inf, 2.0], [-3.0, nan]], [[0.0]], [[-1.0]]):
+    for values in (
+        [[nan, nan]],
+        [[inf, -inf]],
+        [[nan, 1.0]],
+        [[inf, 2.0], [-3.0, nan]],
+        [[0.0]],
+        [[-1.0]],
+    ):
         array = np.array(values)
         figure = figures.heat(array, "head", "layer", "entropy")
         most = float(np.abs(array[np.isfinite(array)]).max(initial=0)) or 1.0

@@ -1,4 +1,5 @@
-"""Run folders, records and loggers, tried against what users of TensorBoard, wandb, Lightning and others reported."""
+"""Run folders, records and loggers, tried against what users of TensorBoard, wandb, Lightning and
+others reported."""
 
 import json
 import math
@@ -52,30 +53,53 @@ def test_a_record_is_strict_json(tmp_path):
     record = Record(path)
     record.write(3, ODD)
     record.close()
-    assert strict(path.read_text()) == {"step": 3, "loss": "NaN", "grad_norm": "Infinity", "low": "-Infinity", "rate": 1e-3}
+    assert strict(path.read_text()) == {
+        "step": 3,
+        "loss": "NaN",
+        "grad_norm": "Infinity",
+        "low": "-Infinity",
+        "rate": 1e-3,
+    }
     (line,) = read_records(path)
-    assert math.isnan(line.pop("loss")) and line == {"step": 3, "grad_norm": math.inf, "low": -math.inf, "rate": 1e-3}
+    assert math.isnan(line.pop("loss")) and line == {
+        "step": 3,
+        "grad_norm": math.inf,
+        "low": -math.inf,
+        "rate": 1e-3,
+    }
     before = path.read_bytes()
     again = Record(path)
     again.rewind(9)
     again.close()
     assert path.read_bytes() == before
-    path.write_text('{"step": 3, "loss": NaN}\n{"step": 4, "loss": "no number"}\n')  # of an older version; damaged
+    path.write_text(
+        '{"step": 3, "loss": NaN}\n{"step": 4, "loss": "no number"}\n'
+    )  # of an older version; damaged
     assert [line["step"] for line in read_records(path)] == [3]
 
 
 @pytest.mark.report(
-    "ludwig-ai/ludwig#4016", listed="second 03", right="results and what `evaluate` prints are strict JSON, too",
+    "ludwig-ai/ludwig#4016",
+    listed="second 03",
+    right="results and what `evaluate` prints are strict JSON, too",
     hit="result.json and stdout had NaN",
-)  # fmt: skip
+)
 def test_results_are_strict_json(tmp_path, capsys, monkeypatch):
     folder = RunFolder(epath.Path(tmp_path))
-    nested = {"validation": {**ODD, "signature": "NaN-free"}, "rows": [(math.nan, 1), None, True], "name": "Infinite"}
+    nested = {
+        "validation": {**ODD, "signature": "NaN-free"},
+        "rows": [(math.nan, 1), None, True],
+        "name": "Infinite",
+    }
     config.write_atomically(folder.result, config.to_json(nested, indent=2))
     found = strict(folder.result.read_text())
     assert found["rows"] == [["NaN", 1], None, True] and found["name"] == "Infinite"
     scores = folder.last_scores()
-    assert math.isnan(scores["loss"]) and scores["grad_norm"] == math.inf and scores["signature"] == "NaN-free"
+    assert (
+        math.isnan(scores["loss"])
+        and scores["grad_norm"] == math.inf
+        and scores["signature"] == "NaN-free"
+    )
     run = SimpleNamespace(folder=folder, evaluate=lambda int8: ODD)
     monkeypatch.setattr(commands, "run_of", lambda options, overrides: run)
     assert commands.evaluate(["tiny"]) == 0
@@ -83,7 +107,8 @@ def test_results_are_strict_json(tmp_path, capsys, monkeypatch):
 
 
 def events(folder):
-    """(step of each value of "loss", steps of the marks that purge), of all files in the order of their names."""
+    """(step of each value of "loss", steps of the marks that purge), of all files in the order of
+    their names."""
     from tensorboardX.proto import event_pb2
 
     values, marks = [], []
@@ -100,7 +125,8 @@ def events(folder):
 
 
 def start(folder, first, last, names=("tensorboard",)):
-    """One start of a run, which logs each step and evaluates at each fourth one; it goes on after `first` steps."""
+    """One start of a run, which logs each step and evaluates at each fourth one; it goes on after
+    `first` steps."""
     record = Record(folder / "metrics.jsonl")
     record.rewind(first)
     record.loggers = open_loggers(names, folder, "tiny-0", {})
@@ -112,10 +138,13 @@ def start(folder, first, last, names=("tensorboard",)):
 
 
 @pytest.mark.report(
-    "lanpa/tensorboardX#185", "tensorflow/tensorboard#3732", "fvisin/main_loop_tf#22", listed="second 34",
+    "lanpa/tensorboardX#185",
+    "tensorflow/tensorboard#3732",
+    "fvisin/main_loop_tf#22",
+    listed="second 34",
     right="event files forget the steps that are done again, as the record does",
     hit="after a kill the curves had both",
-)  # fmt: skip
+)
 def test_steps_that_are_done_again_replace_the_first_ones(tmp_path):
     start(tmp_path, 0, 7)
     start(tmp_path, 4, 10)
@@ -129,9 +158,11 @@ def test_steps_that_are_done_again_replace_the_first_ones(tmp_path):
 
 
 @pytest.mark.report(
-    "wandb/wandb#5860", listed="second 34", right="two starts within a second have files of their own",
+    "wandb/wandb#5860",
+    listed="second 34",
+    right="two starts within a second have files of their own",
     hit="the second start overwrote the first one's event file",
-)  # fmt: skip
+)
 def test_two_starts_within_a_second_have_two_files(tmp_path, monkeypatch):
     import tensorboardX
 
@@ -143,9 +174,11 @@ def test_two_starts_within_a_second_have_two_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.report(
-    "facebookresearch/ParlAI#2106", "Lightning-AI/pytorch-lightning#13163", "catalyst-team/catalyst#970",
+    "facebookresearch/ParlAI#2106",
+    "Lightning-AI/pytorch-lightning#13163",
+    "catalyst-team/catalyst#970",
     right="a run that goes on logs its own steps, not those of the start",
-)  # fmt: skip
+)
 def test_a_start_goes_on_with_the_steps_of_the_run(tmp_path):
     start(tmp_path, 0, 4)
     start(tmp_path, 4, 6)
@@ -181,9 +214,12 @@ def service(monkeypatch):
 
 
 @pytest.mark.report(
-    "allenai/tango#152", "wandb/wandb#4482", "wandb/wandb#2234", right="steps that are done again reach the service",
+    "allenai/tango#152",
+    "wandb/wandb#4482",
+    "wandb/wandb#2234",
+    right="steps that are done again reach the service",
     hit="wandb refused every step up to the one that the first start had reached",
-)  # fmt: skip
+)
 def test_the_service_takes_steps_that_are_done_again(tmp_path, service):
     for first, last in ((0, 7), (4, 10)):
         start(tmp_path, first, last, ("wandb",))
@@ -193,9 +229,11 @@ def test_the_service_takes_steps_that_are_done_again(tmp_path, service):
 
 
 @pytest.mark.report(
-    "axolotl-ai-cloud/axolotl#824", "ray-project/ray#29916", right="the same experiment in another folder is another run",
+    "axolotl-ai-cloud/axolotl#824",
+    "ray-project/ray#29916",
+    right="the same experiment in another folder is another run",
     hit="two folders of one experiment were one run of the service: their curves were mixed",
-)  # fmt: skip
+)
 def test_two_folders_are_two_runs_of_the_service(tmp_path, service):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -223,21 +261,39 @@ def test_a_run_that_goes_on_is_the_same_run_of_the_service(tmp_path, service):
     assert service.started[-1]["id"] == "tiny-0"
 
 
-@pytest.mark.report("VMarsocci/pangaea-bench#104", right="runs that differ in a number have folders of their own")
+@pytest.mark.report(
+    "VMarsocci/pangaea-bench#104", right="runs that differ in a number have folders of their own"
+)
 def test_runs_that_differ_have_two_folders(tmp_path):
-    others = [replace(TINY, seed=1), replace(TINY, steps=10), replace(TINY, model=replace(MODEL, num_layers=2))]
+    others = [
+        replace(TINY, seed=1),
+        replace(TINY, steps=10),
+        replace(TINY, model=replace(MODEL, num_layers=2)),
+    ]
     assert len({run_folder(one, tmp_path).path for one in (TINY, *others)}) == 4
-    same = [replace(TINY, log_every=3), replace(TINY, eval_examples=4), replace(TINY, checkpoints=Checkpoints(best="-x"))]
+    same = [
+        replace(TINY, log_every=3),
+        replace(TINY, eval_examples=4),
+        replace(TINY, checkpoints=Checkpoints(best="-x")),
+    ]
     assert {run_folder(one, tmp_path).path for one in same} == {run_folder(TINY, tmp_path).path}
 
 
-@pytest.mark.report("NVIDIA-NeMo/Speech#12290", right="a run that goes on logs the steps that it would have logged")
+@pytest.mark.report(
+    "NVIDIA-NeMo/Speech#12290", right="a run that goes on logs the steps that it would have logged"
+)
 def test_logged_steps_do_not_depend_on_the_start():
     values = {"loss": 1.0, "grad_norm": 1.0, "tokens": 8.0, "learning_rate": 0.1, "skipped": 0}
 
     def logged(first):
         record = []
-        reporter = Reporter(lambda step, _: record.append(step), Console(20, heard=False), every=5, last=18, max_skipped=3)
+        reporter = Reporter(
+            lambda step, _: record.append(step),
+            Console(20, heard=False),
+            every=5,
+            last=18,
+            max_skipped=3,
+        )
         for step in range(first, 19):
             reporter.later(step, {name: jnp.asarray(value) for name, value in values.items()})
         reporter.now()
@@ -247,21 +303,30 @@ def test_logged_steps_do_not_depend_on_the_start():
         assert logged(first) == [step for step in (0, 5, 10, 15, 18) if step >= first]
 
 
-@pytest.mark.report("genomicsxai/alphagenome-pytorch#19", right="no step is twice in the record after a resume")
+@pytest.mark.report(
+    "genomicsxai/alphagenome-pytorch#19", right="no step is twice in the record after a resume"
+)
 def test_a_record_has_each_step_once(tmp_path):
     for first, last in ((0, 9), (4, 6), (5, 12), (0, 3), (2, 8)):
         start(tmp_path, first, last, ())
         lines = read_records(tmp_path / "metrics.jsonl")
         assert [line["step"] for line in lines if "loss" in line] == list(range(last))
-        assert [line["step"] for line in lines if "validation_loss" in line] == list(range(4, last + 1, 4))
+        assert [line["step"] for line in lines if "validation_loss" in line] == list(
+            range(4, last + 1, 4)
+        )
 
 
-@pytest.mark.report("ChrisCummins/clgen#116", "ARCC-RACE/deepracer-for-dummies#40", right="the lock of a dead process is none")
+@pytest.mark.report(
+    "ChrisCummins/clgen#116",
+    "ARCC-RACE/deepracer-for-dummies#40",
+    right="the lock of a dead process is none",
+)
 def test_a_lock_ends_with_its_process(tmp_path):
     folder = epath.Path(tmp_path / "checkpoints")
     code = (
         "import fcntl, os, sys\n"
-        "file = open(sys.argv[1], 'a+'); fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+        "file = open(sys.argv[1], 'a+'); fcntl.flock(file, fcntl.LOCK_EX); print('held', "
+        "flush=True); sys.stdin.read()"
     )
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", code, f"{folder}.lock"], **pipes) as process:
@@ -282,10 +347,14 @@ def stopped_in_an_evaluation(evaluation):
 
 
 @pytest.mark.thorough
-@pytest.mark.report("goodfire-ai/spd#677", "goodfire-ai/spd#741", right="a signal during an evaluation is not lost")
+@pytest.mark.report(
+    "goodfire-ai/spd#677", "goodfire-ai/spd#741", right="a signal during an evaluation is not lost"
+)
 def test_a_signal_in_an_evaluation_saves_and_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("STOPPED", "")
-    experiment = replace(TINY, eval_every=4, metrics=(stopped_in_an_evaluation,), checkpoints=Checkpoints(every=100))
+    experiment = replace(
+        TINY, eval_every=4, metrics=(stopped_in_an_evaluation,), checkpoints=Checkpoints(every=100)
+    )
     with pytest.raises(Interrupted, match="after step 5, saved"):
         loop.train(experiment, tmp_path)
     folder = run_folder(experiment, tmp_path)
@@ -293,9 +362,11 @@ def test_a_signal_in_an_evaluation_saves_and_stops(tmp_path, monkeypatch):
 
 
 @pytest.mark.report(
-    "AI-Hypercomputer/maxtext#3800", listed="third 28", right="a run that its mesh does not fit says what it goes on with",
+    "AI-Hypercomputer/maxtext#3800",
+    listed="third 28",
+    right="a run that its mesh does not fit says what it goes on with",
     hit="a line of INFO, which nobody sees: a model for eight devices went on one",
-)  # fmt: skip
+)
 def test_a_run_on_fewer_devices_warns(tmp_path, caplog):
     run = Run(RunFolder(epath.Path(tmp_path)), replace(TINY, mesh=Mesh(data=64), batch_size=64))
     with caplog.at_level("WARNING", "jaxformer"):

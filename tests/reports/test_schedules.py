@@ -15,7 +15,9 @@ from jaxformer.models import ModelConfig
 from jaxformer.training import WSD, AdamW, Constant, Cosine, Experiment, Linear, Noam
 
 MODEL = ModelConfig(vocab_size=11, num_layers=1, d_model=64, num_heads=2, context_length=6)
-BASE = Experiment(name="a", model=MODEL, data=Copy(vocab_size=8, length=2), optimizer=AdamW(learning_rate=1.0))
+BASE = Experiment(
+    name="a", model=MODEL, data=Copy(vocab_size=8, length=2), optimizer=AdamW(learning_rate=1.0)
+)
 
 
 def unchecked(value, **fields):
@@ -72,8 +74,10 @@ def test_a_decay_of_no_length():
 
 @pytest.mark.report(
     "pytorch/torchtitan#1284",
-    right="warm-up rises by 1 / w a step and reaches the peak; decay falls in equal steps to `final`",
-)  # fmt: skip
+    right=(
+        "warm-up rises by 1 / w a step and reaches the peak; decay falls in equal steps to `final`"
+    ),
+)
 def test_plateau_and_decay_have_their_lengths():
     found = rates(WSD(warmup=2, decay=0.4, final=0.2), 10)
     np.testing.assert_allclose(found, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2], atol=1e-6)
@@ -108,7 +112,9 @@ def test_no_warmup_starts_at_the_peak():
 def test_a_warmup_as_long_as_the_run():
     for kind in (Cosine, Linear, Constant, WSD):
         for warmup in (6, 7):
-            with pytest.raises(ConfigError, match=f"schedule.warmup={warmup}: must be below steps=6"):
+            with pytest.raises(
+                ConfigError, match=f"schedule.warmup={warmup}: must be below steps=6"
+            ):
                 rates(kind(warmup=warmup), 6)
     assert np.isfinite(rates(Cosine(warmup=5), 6)).all()
 
@@ -154,13 +160,20 @@ def test_rates_far_out():
         done = np.clip((step - 1999) / (steps - 2000), 0, 1)
         expected = min((step + 1) / 2000, 1) * (1 + np.cos(np.pi * done)) / 2
         assert abs(float(rate(step)) - expected) < 1e-6
-    assert float(Noam(warmup=4000)(BASE)(2**31 - 2)) == pytest.approx(64**-0.5 * (2**31 - 1) ** -0.5, rel=1e-6)
+    assert float(Noam(warmup=4000)(BASE)(2**31 - 2)) == pytest.approx(
+        64**-0.5 * (2**31 - 1) ** -0.5, rel=1e-6
+    )
 
 
 @pytest.mark.report(
-    "vllm-project/speculators#900", "facebookresearch/deit#145", "HomebrewML/HeavyBall#29",
-    right="a rate is a function of the step alone: a resumed run has that of the next step, and no step has rate 0",
-)  # fmt: skip
+    "vllm-project/speculators#900",
+    "facebookresearch/deit#145",
+    "HomebrewML/HeavyBall#29",
+    right=(
+        "a rate is a function of the step alone: a resumed run has that of the next step, and no "
+        "step has rate 0"
+    ),
+)
 def test_a_rate_is_a_function_of_the_step_alone():
     experiment = replace(BASE, schedule=Cosine(warmup=4), steps=12)
     whole, resumed = (experiment.schedule(experiment) for _ in range(2))

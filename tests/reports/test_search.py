@@ -1,4 +1,5 @@
-"""Beams, diverse beams, contrastive and speculative search, n-best lists: what users of other projects reported."""
+"""Beams, diverse beams, contrastive and speculative search, n-best lists: what users of other
+projects reported."""
 
 import itertools
 from dataclasses import replace
@@ -11,7 +12,17 @@ import pytest
 
 from jaxformer import models
 from jaxformer.data.sources import Question
-from jaxformer.decoding import Beams, Draft, Hypothesis, Lookup, Sampling, contrast, generate, search, speculate
+from jaxformer.decoding import (
+    Beams,
+    Draft,
+    Hypothesis,
+    Lookup,
+    Sampling,
+    contrast,
+    generate,
+    search,
+    speculate,
+)
 from jaxformer.decoding.beam import gnmt
 from jaxformer.decoding.speculative import Proposal, accept
 from jaxformer.errors import ConfigError
@@ -20,7 +31,9 @@ from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import LongRoPE, Rope
 
 V, STOP, PROMPT, LIMIT = 5, 4, [1, 2], 4
-TINY = ModelConfig(vocab_size=V, num_layers=1, d_model=8, num_heads=2, context_length=32, init_std=0.7)
+TINY = ModelConfig(
+    vocab_size=V, num_layers=1, d_model=8, num_heads=2, context_length=32, init_std=0.7
+)
 GREEDY = Sampling(temperature=0.0)
 apply = jax.jit(models.apply, static_argnums=0)
 
@@ -43,9 +56,13 @@ def log_probabilities(text):
 def every_text():
     """{new tokens: log-probability} of all texts that end with the stop token or at the limit."""
     open_tokens = [token for token in range(V) if token != STOP]
-    ended = [(*text, STOP) for n in range(LIMIT) for text in itertools.product(open_tokens, repeat=n)]
+    ended = [
+        (*text, STOP) for n in range(LIMIT) for text in itertools.product(open_tokens, repeat=n)
+    ]
     full = list(itertools.product(open_tokens, repeat=LIMIT))
-    total = lambda text: sum(log_probabilities((*PROMPT, *text[:i]))[token] for i, token in enumerate(text))
+    total = lambda text: sum(
+        log_probabilities((*PROMPT, *text[:i]))[token] for i, token in enumerate(text)
+    )
     return {text: total(text) for text in ended + full}
 
 
@@ -60,17 +77,26 @@ def found(how, prompts=(PROMPT,), **options):
 
 
 @pytest.mark.report(
-    "huggingface/transformers#20901", "OpenNMT/OpenNMT-py#1320",
-    right="the order of texts is that of the score as it is defined, whatever the size of the length penalty",
-    hit="length_penalty=80 over 4 tokens: all scores were -0.0 and the order that of the list; -25 over 100 tokens: no text",
+    "huggingface/transformers#20901",
+    "OpenNMT/OpenNMT-py#1320",
+    right=(
+        "the order of texts is that of the score as it is defined, whatever the size of the "
+        "length penalty"
+    ),
+    hit=(
+        "length_penalty=80 over 4 tokens: all scores were -0.0 and the order that of the list; "
+        "-25 over 100 tokens: no text"
+    ),
     listed="second 02",
-)  # fmt: skip
+)
 @pytest.mark.report(
-    "tnq177/witwicky#8", right="the length in the score counts the stop token, in open and in finished texts alike"
+    "tnq177/witwicky#8",
+    right="the length in the score counts the stop token, in open and in finished texts alike",
 )
 @pytest.mark.thorough
 def test_length_penalties_of_any_size_order_by_the_score():
-    """All 85 x 4 texts as witness. The logarithm of a score is exact where the score itself is not to be had."""
+    """All 85 x 4 texts as witness. The logarithm of a score is exact where the score itself is not
+    to be had."""
     for penalty in (-90.0, 0.0, 1.0, 80.0, 400.0):
         logs = lambda total, n, penalty=penalty: -(np.log(-total) - penalty * np.log(n))
         texts = found(Beams(64, 3, length_penalty=penalty, early_stopping="never"))[0]
@@ -95,7 +121,10 @@ def test_length_penalties_of_any_size_order_by_the_score():
 @pytest.mark.thorough
 def test_a_list_of_texts_has_no_copies():
     for how, stop in ((Beams(4, 4), [3, 4]), (Beams(4, 4, groups=2, diversity=0.05), [4])):
-        texts = [tuple(text.tokens) for text in search(TINY, params(), [PROMPT], 4, beams=how, stop_tokens=stop)[0]]
+        texts = [
+            tuple(text.tokens)
+            for text in search(TINY, params(), [PROMPT], 4, beams=how, stop_tokens=stop)[0]
+        ]
         assert len(texts) == len(set(texts)) > 1
     two = search(TINY, params(), [PROMPT], 4, beams=Beams(4, 4), stop_tokens=[3, 4])[0]
     scores = [text.score for text in two]
@@ -104,19 +133,26 @@ def test_a_list_of_texts_has_no_copies():
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "OpenNMT/OpenNMT-py#60", right="what is cut off at a stop string is listed once, too", listed="second 13",
+    "OpenNMT/OpenNMT-py#60",
+    right="what is cut off at a stop string is listed once, too",
+    listed="second 13",
     hit="texts that differ behind the stop string alone stood in `continue_all` several times",
-)  # fmt: skip
+)
 def test_texts_that_a_stop_string_makes_equal_are_one(monkeypatch):
     texts = [Hypothesis([1, 2], -1.0), Hypothesis([1, 3], -2.0), Hypothesis([2, 2], -3.0)]
     monkeypatch.setattr("jaxformer.evaluation.generation.search", lambda *_, **options: [texts])
-    tokenizer = type("T", (), {"decode": staticmethod(lambda tokens: "".join(f"{token}." for token in tokens))})
+    tokenizer = type(
+        "T", (), {"decode": staticmethod(lambda tokens: "".join(f"{token}." for token in tokens))}
+    )
     kept = answers(TINY, params(), [Question([0], "")], tokenizer, 4, Beams(3, 3), stop=["."])
     assert kept == [["1", "2"]]
 
 
 @pytest.mark.thorough
-@pytest.mark.report("facebookresearch/ParlAI#2007", right="the first step follows different tokens, not copies of one beam")
+@pytest.mark.report(
+    "facebookresearch/ParlAI#2007",
+    right="the first step follows different tokens, not copies of one beam",
+)
 def test_beams_differ_from_the_first_step_on():
     texts = found(Beams(3, 3, length_penalty=0.0))[0]
     assert len({tuple(text.tokens) for text in texts}) == 3
@@ -142,13 +178,18 @@ def test_more_beams_find_no_worse_text():
 )  # fmt: skip
 @pytest.mark.thorough
 def test_no_group_is_lost():
-    """A diversity that forbids the tokens of the other groups leaves texts with different first tokens."""
+    """A diversity that forbids the tokens of the other groups leaves texts with different first
+    tokens."""
     texts = found(Beams(4, 4, groups=4, diversity=1e4, length_penalty=0.0))[0]
     first = [text.tokens[0] if text.tokens else STOP for text in texts]
     assert len(texts) == len(set(first)) == 4
 
 
-@pytest.mark.report("batistagroup/DirectMultiStep#20", "THUDM/GLM#110", right="beams of a row are those that it has alone")
+@pytest.mark.report(
+    "batistagroup/DirectMultiStep#20",
+    "THUDM/GLM#110",
+    right="beams of a row are those that it has alone",
+)
 @pytest.mark.thorough
 def test_beams_of_a_batch_are_those_of_each_row():
     prompts, how = [[1, 2], [3], [0, 0, 1, 2, 3]], Beams(3, 2)
@@ -160,35 +201,49 @@ def test_beams_of_a_batch_are_those_of_each_row():
 
 
 @pytest.mark.report(
-    "huggingface/transformers#33507", right="contrastive search does not compare with the padding of shorter prompts"
+    "huggingface/transformers#33507",
+    right="contrastive search does not compare with the padding of shorter prompts",
 )
 @pytest.mark.thorough
 def test_contrastive_search_of_a_batch_is_that_of_each_row():
     prompts = [[1, 2], [3, 1, 0, 2, 2, 1, 0]]
     together = contrast(TINY, params(), prompts, 6, k=3, alpha=0.7)
-    assert together == [contrast(TINY, params(), [prompt], 6, k=3, alpha=0.7)[0] for prompt in prompts]
+    assert together == [
+        contrast(TINY, params(), [prompt], 6, k=3, alpha=0.7)[0] for prompt in prompts
+    ]
 
 
 @pytest.mark.report(
-    "lablup/mlxcel#994", "paiml/aprender#2014", "ohdearquant/lattice#243",
-    right="a draft that is the model itself is always right, and what is written is what greedy decoding writes",
-)  # fmt: skip
+    "lablup/mlxcel#994",
+    "paiml/aprender#2014",
+    "ohdearquant/lattice#243",
+    right=(
+        "a draft that is the model itself is always right, and what is written is what greedy "
+        "decoding writes"
+    ),
+)
 @pytest.mark.thorough
 def test_the_model_as_its_own_draft_is_accepted():
     (greedy,) = generate(TINY, params(), [PROMPT], 16, sampling=GREEDY)
-    own = speculate(TINY, params(), [PROMPT], 16, draft=Draft(TINY, params()), ahead=3, sampling=GREEDY)
+    own = speculate(
+        TINY, params(), [PROMPT], 16, draft=Draft(TINY, params()), ahead=3, sampling=GREEDY
+    )
     assert own.tokens == [greedy]
     assert own.accepted == own.proposed and own.proposed[0] > 0
     other = models.init(TINY, jax.random.key(9))  # most of its tokens are taken back
-    poor = speculate(TINY, params(), [PROMPT], 16, draft=Draft(TINY, other), ahead=3, sampling=GREEDY)
+    poor = speculate(
+        TINY, params(), [PROMPT], 16, draft=Draft(TINY, other), ahead=3, sampling=GREEDY
+    )
     assert poor.tokens == [greedy]
 
 
 @pytest.mark.thorough
 @pytest.mark.report(
     "openvinotoolkit/openvino.genai#4190",
-    right="behind a rejected token stands one of the rest of the model's distribution at that place",
-)  # fmt: skip
+    right=(
+        "behind a rejected token stands one of the rest of the model's distribution at that place"
+    ),
+)
 def test_a_rejected_token_is_replaced_at_its_own_place():
     """Tokens that are written at the first place follow the model, whatever the draft proposed."""
     rows = 20_000
@@ -204,9 +259,12 @@ def test_a_rejected_token_is_replaced_at_its_own_place():
 
 
 @pytest.mark.report(
-    "ml-explore/mlx-lm#1109", "ml-explore/mlx-lm#846",
-    right="speculation with a state that cannot go back is refused, also where only the draft has one",
-)  # fmt: skip
+    "ml-explore/mlx-lm#1109",
+    "ml-explore/mlx-lm#846",
+    right=(
+        "speculation with a state that cannot go back is refused, also where only the draft has one"
+    ),
+)
 def test_a_draft_that_cannot_go_back_is_refused():
     """So are texts that outgrow the rotations of their cache: no draft may check them."""
     turning = replace(TINY, positions=Rope(scaling=LongRoPE((1.0,) * 2, (4.0,) * 2, 8)))
@@ -214,14 +272,19 @@ def test_a_draft_that_cannot_go_back_is_refused():
     for run in (
         lambda: speculate(turning, trained, [PROMPT], 9, draft=Lookup()),
         lambda: speculate(TINY, params(), [PROMPT], 9, draft=Draft(turning, trained)),
-        lambda: search(turning, trained, [PROMPT], 9), lambda: contrast(turning, trained, [PROMPT], 9),
-    ):  # fmt: skip
+        lambda: search(turning, trained, [PROMPT], 9),
+        lambda: contrast(turning, trained, [PROMPT], 9),
+    ):
         with pytest.raises(NotImplementedError, match="at most 7 new tokens"):
             run()
 
 
 @pytest.mark.thorough
-@pytest.mark.report("facebookresearch/ParlAI#2058", right="a stop token in the prompt ends nothing", listed="second 41")
+@pytest.mark.report(
+    "facebookresearch/ParlAI#2058",
+    right="a stop token in the prompt ends nothing",
+    listed="second 41",
+)
 def test_a_stop_token_in_the_prompt_ends_nothing():
     prompt = [STOP, 1, STOP, 2, STOP]
     texts = found(Beams(4, 4, length_penalty=0.0), [prompt])[0]
@@ -241,4 +304,6 @@ def test_a_draft_that_does_not_fit_is_refused():
         speculate(TINY, params(), [PROMPT], 4, draft=Draft(larger, params()))
     short = replace(TINY, context_length=4)
     with pytest.raises(ConfigError, match="4 learned positions"):
-        speculate(TINY, params(), [PROMPT], 4, draft=Draft(short, models.init(short, jax.random.key(0))))
+        speculate(
+            TINY, params(), [PROMPT], 4, draft=Draft(short, models.init(short, jax.random.key(0)))
+        )

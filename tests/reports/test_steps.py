@@ -1,4 +1,5 @@
-"""The training step: what users of others reported, tried here, most of it on a model of three numbers."""
+"""The training step: what users of others reported, tried here, most of it on a model of three
+numbers."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -41,9 +42,15 @@ from jaxformer.zoo import frame
 
 MODEL = ModelConfig(vocab_size=11, num_layers=1, d_model=8, num_heads=2, context_length=6)
 BASE = Experiment(
-    name="a", model=MODEL, data=Copy(vocab_size=8, length=2), optimizer=AdamW(learning_rate=0.1, weight_decay=0.0),
-    schedule=Constant(), steps=50, batch_size=4, clip_norm=None,
-)  # fmt: skip
+    name="a",
+    model=MODEL,
+    data=Copy(vocab_size=8, length=2),
+    optimizer=AdamW(learning_rate=0.1, weight_decay=0.0),
+    schedule=Constant(),
+    steps=50,
+    batch_size=4,
+    clip_norm=None,
+)
 SPEC = {"w": Spec((3,), ("embed",), jax.nn.initializers.ones)}
 ROWS = {
     "x": jax.random.normal(jax.random.key(0), (8, 3)), "y": jnp.arange(8.0),
@@ -53,9 +60,15 @@ ROWS = {
 
 def loss(trained: Any, batch: Any, key: Any, step: Any = 0, references: Any = None) -> LossSums:
     """Squared errors of a linear map, and a random number."""
-    errors = jnp.square(jnp.einsum("be,e->b", batch["x"], trained["w"], precision="highest") - batch["y"])
+    errors = jnp.square(
+        jnp.einsum("be,e->b", batch["x"], trained["w"], precision="highest") - batch["y"]
+    )
     weight = jnp.sum(batch["weights"])
-    return LossSums(jnp.sum(errors * batch["weights"]), weight, {"draw": (jax.random.uniform(key), jnp.ones(()))})
+    return LossSums(
+        jnp.sum(errors * batch["weights"]),
+        weight,
+        {"draw": (jax.random.uniform(key), jnp.ones(()))},
+    )
 
 
 @cache
@@ -63,7 +76,9 @@ def recipe_of(**changes):
     """The recipe of a linear map, with fields of an experiment changed."""
     experiment = replace(BASE, **changes)
     made = build(experiment)
-    return replace(made, spec=SPEC, loss=loss, optimizer=optimizers.build(experiment.optimizer, SPEC))
+    return replace(
+        made, spec=SPEC, loss=loss, optimizer=optimizers.build(experiment.optimizer, SPEC)
+    )
 
 
 @cache
@@ -81,10 +96,17 @@ def run(recipe, batches, state=None):
 
 
 @pytest.mark.report(
-    "huggingface/pytorch-image-models#1182", listed="second 11",
-    right="the average of a short run is one of its last parameters, and the run says of how many steps",
-    hit="after 300 steps with decay 0.9999 the average was 97 % random start; loss 2.09 instead of 0.09",
-)  # fmt: skip
+    "huggingface/pytorch-image-models#1182",
+    listed="second 11",
+    right=(
+        "the average of a short run is one of its last parameters, and the run says of how many "
+        "steps"
+    ),
+    hit=(
+        "after 300 steps with decay 0.9999 the average was 97 % random start; loss 2.09 instead "
+        "of 0.09"
+    ),
+)
 def test_the_average_of_a_short_run_forgets_its_start():
     recipe = recipe_of(ema_decay=0.9999)
     state = TrainState(jnp.int32(0), {"w": jnp.zeros(3)}, None, {"w": jnp.full(3, 1e6)})
@@ -95,17 +117,26 @@ def test_the_average_of_a_short_run_forgets_its_start():
     assert averaged_steps(0.9999, 10, 60) == 8  # 1 / (1 - 61 / 70)
     assert averaged_steps(0.9999, 10, 10**7) == pytest.approx(10_000, rel=0.01)
     constant = recipe_of(ema_decay=0.9, ema_warmup=1)
-    found = average(constant, replace(state, step=jnp.int32(0), ema={"w": jnp.ones(3)}), {"w": jnp.zeros(3)})
+    found = average(
+        constant, replace(state, step=jnp.int32(0), ema={"w": jnp.ones(3)}), {"w": jnp.zeros(3)}
+    )
     np.testing.assert_allclose(found["w"], 0.9, rtol=1e-6)
     with pytest.raises(ConfigError, match="ema_warmup=0: expected a whole number of at least 1"):
         replace(BASE, ema_warmup=0)
 
 
 @pytest.mark.report(
-    "NUS-HPC-AI-Lab/VideoSys#31", "facebookresearch/d2go#493",
-    right="the average of a weight that does not change, such as a frozen one, is that weight to the bit",
-    hit="decay and share did not add up to 1 in float32: 0.13 % lost with a decay of 0.99999, 0.02 % with 0.9999",
-)  # fmt: skip
+    "NUS-HPC-AI-Lab/VideoSys#31",
+    "facebookresearch/d2go#493",
+    right=(
+        "the average of a weight that does not change, such as a frozen one, is that weight to "
+        "the bit"
+    ),
+    hit=(
+        "decay and share did not add up to 1 in float32: 0.13 % lost with a decay of 0.99999, "
+        "0.02 % with 0.9999"
+    ),
+)
 def test_the_average_of_a_frozen_weight_is_the_weight():
     for decay in (0.999, 0.9999, 0.99999, 0.9999999):
         recipe = recipe_of(ema_decay=decay)
@@ -113,7 +144,9 @@ def test_the_average_of_a_frozen_weight_is_the_weight():
         state = TrainState(jnp.int32(0), weight, None, weight)
 
         def steps(start, mean, recipe=recipe, state=state):
-            one = lambda i, mean: average(recipe, replace(state, step=start + i, ema=mean), state.params)
+            one = lambda i, mean: average(
+                recipe, replace(state, step=start + i, ema=mean), state.params
+            )
             return jax.lax.fori_loop(0, 2000, one, mean)
 
         for start in (0, 10**8):
@@ -121,13 +154,19 @@ def test_the_average_of_a_frozen_weight_is_the_weight():
 
 
 @pytest.mark.report(
-    "facebookresearch/metaseq#521", "roboflow/inference#2591", listed="second 28",
-    right="what varies by nothing but rounding makes no spike of the next rounding; a jump stays one",
+    "facebookresearch/metaseq#521",
+    "roboflow/inference#2591",
+    listed="second 28",
+    right=(
+        "what varies by nothing but rounding makes no spike of the next rounding; a jump stays one"
+    ),
     hit="gradient norms of 0, then 1e-12, were a spike; ten of them end a run",
-)  # fmt: skip
+)
 def test_spikes_beside_a_constant():
     spikes = Spikes(window=16)
-    judge = lambda recent, value: bool(is_spike(spikes, jnp.full((2, 16), recent), jnp.array([value, recent])))
+    judge = lambda recent, value: bool(
+        is_spike(spikes, jnp.full((2, 16), recent), jnp.array([value, recent]))
+    )
     for recent in (0.6931472, 1e-20, 3e4):
         for value in (recent, np.nextafter(np.float32(recent), np.float32(np.inf)), recent * 1.001):
             assert not judge(recent, value)
@@ -160,7 +199,9 @@ def test_seeds_have_64_bits(seed, capsys):
     with pytest.raises(ConfigError, match=f"seed={seed}: must be in 0 ... 18446744073709551615"):
         replace(BASE, seed=seed)
     with pytest.raises(ConfigError, match="seed"):
-        answers(MODEL, {}, [Question([0], "")], SimpleNamespace(decode=str), 1, Sampling(), seed=seed)
+        answers(
+            MODEL, {}, [Question([0], "")], SimpleNamespace(decode=str), 1, Sampling(), seed=seed
+        )
     with pytest.raises(ConfigError, match="seed"):
         frame.by_layer(seed, 1, lambda key: jnp.zeros(1))
     assert cli.main(["train", "reverse", f"--seed={seed}", "--steps=2"]) == 2
@@ -186,13 +227,19 @@ def test_seeds_beyond_32_bits_differ():
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "fastai/fastai#3048", listed="second 44",
-    right="with a loss scale the gradient of parts is that of the whole; an overflow of one part halves it once",
-)  # fmt: skip
+    "fastai/fastai#3048",
+    listed="second 44",
+    right=(
+        "with a loss scale the gradient of parts is that of the whole; an overflow of one part "
+        "halves it once"
+    ),
+)
 def test_loss_scale_and_parts():
     one, four = (recipe_of(precision="float16", accumulation=n, batch_size=8) for n in (1, 4))
     (a, (whole,)), (b, (parts,)) = run(one, [ROWS]), run(four, [ROWS])
-    assert parts["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5) and parts["skipped"] == 0
+    assert (
+        parts["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5) and parts["skipped"] == 0
+    )
     assert a.loss_scale.value == b.loss_scale.value == 2.0**15
     bad, (found,) = run(four, [ROWS | {"y": ROWS["y"].at[6].set(jnp.inf)}])
     assert found["skipped"] == 1 and bad.loss_scale.value == 2.0**14
@@ -211,9 +258,14 @@ def test_the_first_loss_scale_can_fall_far_enough():
 
 
 @pytest.mark.report(
-    "ml-explore/mlx-lm#1544", "huggingface/transformers#35203", "meta-pytorch/torchtune#1875",
-    right="the gradient of parts is that of the whole batch, however uneven, also with a part of weight 0",
-)  # fmt: skip
+    "ml-explore/mlx-lm#1544",
+    "huggingface/transformers#35203",
+    "meta-pytorch/torchtune#1875",
+    right=(
+        "the gradient of parts is that of the whole batch, however uneven, also with a part of "
+        "weight 0"
+    ),
+)
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_parts_of_a_batch_are_weighted_by_tokens(parts):
     key, tree = jax.random.key(0), {"w": jnp.ones(3)}
@@ -225,9 +277,13 @@ def test_parts_of_a_batch_are_weighted_by_tokens(parts):
 
 @pytest.mark.thorough
 @pytest.mark.report(
-    "young-geng/scalax#6", "google/flax#2593",
-    right="each part of a batch and each step draws its own random numbers; the same step draws the same",
-)  # fmt: skip
+    "young-geng/scalax#6",
+    "google/flax#2593",
+    right=(
+        "each part of a batch and each step draws its own random numbers; the same step draws "
+        "the same"
+    ),
+)
 def test_parts_and_steps_draw_their_own_numbers():
     rows, whole = {name: x[:4] for name, x in ROWS.items()}, recipe_of()
     draws = [metrics["draw"] for metrics in run(whole, [rows] * 3)[1]]
@@ -247,15 +303,24 @@ def test_a_batch_of_weight_zero():
     recipe = recipe_of(batch_size=8, clip_norm=1.0)
     state, (found,) = run(recipe, [ROWS | {"weights": jnp.zeros(8)}])
     np.testing.assert_array_equal(state.params["w"], 1)
-    assert state.step == 1 and found["skipped"] == 0 and np.isnan(found["loss"]) and found["examples"] == 0
+    assert (
+        state.step == 1
+        and found["skipped"] == 0
+        and np.isnan(found["loss"])
+        and found["examples"] == 0
+    )
     after, (next_one,) = run(recipe, [ROWS], state)
     assert np.isfinite(next_one["loss"]) and (after.params["w"] != 1).all()
 
 
 @pytest.mark.report(
-    "tensorflow/tensorflow#21363", "pytorch/pytorch#46849", "keras-team/keras#14075",
-    right="an infinite gradient is neither clipped to 0 nor to NaN: the step is skipped, and counted",
-)  # fmt: skip
+    "tensorflow/tensorflow#21363",
+    "pytorch/pytorch#46849",
+    "keras-team/keras#14075",
+    right=(
+        "an infinite gradient is neither clipped to 0 nor to NaN: the step is skipped, and counted"
+    ),
+)
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 1e30])
 def test_an_infinite_gradient_is_a_bad_step(bad):
     recipe = recipe_of(batch_size=8, clip_norm=1.0)
@@ -264,7 +329,9 @@ def test_an_infinite_gradient_is_a_bad_step(bad):
     expected, _ = run(recipe, [ROWS])
     again, _ = run(recipe, [ROWS], replace(expected, step=expected.step + 1))
     np.testing.assert_array_equal(state.params["w"], again.params["w"])
-    for one, other in zip(*(jax.tree.leaves(each.opt_state) for each in (state, again)), strict=True):
+    for one, other in zip(
+        *(jax.tree.leaves(each.opt_state) for each in (state, again)), strict=True
+    ):
         np.testing.assert_array_equal(one, other)  # no moment and no count of a bad step
 
 
@@ -273,11 +340,18 @@ def test_an_infinite_gradient_is_a_bad_step(bad):
     right="the rate that a step logs is the one that it used, also behind a skipped step",
 )  # fmt: skip
 def test_the_logged_rate_is_the_used_one():
-    recipe = replace(recipe_of(batch_size=8), schedule=lambda step: 0.01 * (step + 1), optimizer=sign())
+    recipe = replace(
+        recipe_of(batch_size=8), schedule=lambda step: 0.01 * (step + 1), optimizer=sign()
+    )
     state, found = run(recipe, [ROWS, ROWS | {"y": ROWS["y"].at[0].set(np.nan)}, ROWS])
-    np.testing.assert_allclose([metrics["learning_rate"] for metrics in found], [0.01, 0.02, 0.03], rtol=1e-6)
+    np.testing.assert_allclose(
+        [metrics["learning_rate"] for metrics in found], [0.01, 0.02, 0.03], rtol=1e-6
+    )
     moved = np.abs(np.asarray(state.params["w"]) - 1)
-    assert set(np.round(moved / 0.01).astype(int)) <= {2, 4}  # 1 + 3 or 3 - 1: the second step moved nothing
+    assert set(np.round(moved / 0.01).astype(int)) <= {
+        2,
+        4,
+    }  # 1 + 3 or 3 - 1: the second step moved nothing
 
 
 def sign():
@@ -295,7 +369,9 @@ def test_padding_is_not_routed():
     kernels = {name: jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(
         {"router": (3, 2), "up": (2, 3, 5), "down": (2, 5, 3)}.items()
     )}  # fmt: skip
-    call = jax.jit(partial(mixture, **kernels, gate=None, activation=jax.nn.relu, top_k=1, normalise=False))
+    call = jax.jit(
+        partial(mixture, **kernels, gate=None, activation=jax.nn.relu, top_k=1, normalise=False)
+    )
     padding_mask = jnp.array([[1, 1, 0, 0], [0, 0, 0, 0]], bool)
     other = jnp.where(padding_mask[..., None], x, 50.0)
     found = [call(rows, padding_mask=padding_mask) for rows in (x, other)]

@@ -1,4 +1,5 @@
-"""Sweeps: every error of one trial is one failed row; the rest goes on, and the table says which failed and why."""
+"""Sweeps: every error of one trial is one failed row; the rest goes on, and the table says which
+failed and why."""
 
 import json
 import math
@@ -36,7 +37,9 @@ def attempts(folder, train, count=3):
 def cells(table):
     """The cells of each row of a Markdown table, by the bars that are not escaped."""
     lines = table.replace("\\|", "\0").splitlines()
-    return [[cell.strip().replace("\0", "|") for cell in line.strip("| ").split("|")] for line in lines]
+    return [
+        [cell.strip().replace("\0", "|") for cell in line.strip("| ").split("|")] for line in lines
+    ]
 
 
 ERRORS = [
@@ -51,7 +54,9 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "said"), ERRORS, ids=[type(error).__name__ for error, _ in ERRORS])
+@pytest.mark.parametrize(
+    ("error", "said"), ERRORS, ids=[type(error).__name__ for error, _ in ERRORS]
+)
 @pytest.mark.report(
     "hydra-ecosystem/hydra#1513",
     "hydra-ecosystem/hydra#2551",
@@ -95,8 +100,14 @@ def test_signals_still_stop_a_sweep(tmp_path):
 )
 def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
     nan, inf = math.nan, math.inf
-    for best, scores in {"loss": [nan, 2.0, inf, None, 1.0], "-loss": [-inf, 1.0, nan, "text", 2.0]}.items():
-        some = [trial(seed, checkpoints=Checkpoints(best=best))._replace(scores={"loss": x}) for seed, x in enumerate(scores)]
+    for best, scores in {
+        "loss": [nan, 2.0, inf, None, 1.0],
+        "-loss": [-inf, 1.0, nan, "text", 2.0],
+    }.items():
+        some = [
+            trial(seed, checkpoints=Checkpoints(best=best))._replace(scores={"loss": x})
+            for seed, x in enumerate(scores)
+        ]
         for turned in (some, some[::-1]):
             ordered = sorted(turned, key=lambda one: one.rank)
             assert [one.options["seed"] for one in ordered[:2]] == ["4", "1"]
@@ -106,7 +117,10 @@ def test_a_score_that_is_no_number_is_never_the_best(tmp_path):
 
 @pytest.mark.report(
     "ray-project/ray#29013",
-    right="a run that finished earlier without the score that counts now is a row that says so; the table is written",
+    right=(
+        "a run that finished earlier without the score that counts now is a row that says so; "
+        "the table is written"
+    ),
     hit="the sweep ended with an error behind all training, before its table",
     listed="third 20",
 )
@@ -118,7 +132,9 @@ def test_a_finished_run_without_the_score_is_one_row(tmp_path):
     result = run_folder(old.experiment, tmp_path).result
     result.parent.mkdir(parents=True)
     result.write_text(json.dumps({"validation": {"loss": 2.0}}))
-    ended = sorted((sweeps.attempt(train, tmp_path, one, "") for one in (old, new)), key=lambda one: one.rank)
+    ended = sorted(
+        (sweeps.attempt(train, tmp_path, one, "") for one in (old, new)), key=lambda one: one.rank
+    )
     assert [one.options["seed"] for one in ended] == ["1", "0"]
     assert "checkpoints.best='-bleu': an evaluation here gives loss" in ended[1].problem
     rows = cells(sweeps.table(ended, tmp_path))
@@ -128,13 +144,18 @@ def test_a_finished_run_without_the_score_is_one_row(tmp_path):
 @pytest.mark.report(
     "microsoft/markitdown#2035",
     "lzakharov/csv2md#33",
-    right="every row of the table has as many cells as its head, whatever stands in an error or an option",
+    right=(
+        "every row of the table has as many cells as its head, whatever stands in an error or an "
+        "option"
+    ),
     hit="a reason of two lines broke the row",
 )
 def test_a_reason_of_several_lines_stays_in_its_cell(tmp_path):
     options = {"mask": "causal() | full()", "text": "a\nb"}
     one = trial(0)._replace(options=options, problem="failed: a | b\nsecond\r\nthird")
-    rows = cells(sweeps.table([one, one._replace(problem="", scores={"loss": 1.0, "note": "x"})], tmp_path))
+    rows = cells(
+        sweeps.table([one, one._replace(problem="", scores={"loss": 1.0, "note": "x"})], tmp_path)
+    )
     assert {len(row) for row in rows} == {4}
     assert rows[2] == ["causal() | full()", "a b", "", "failed: a | b second third"]
 
@@ -147,9 +168,15 @@ def test_a_reason_of_several_lines_stays_in_its_cell(tmp_path):
 )
 def test_a_score_of_two_kinds_is_shown(tmp_path):
     for first, second in (("none", 3.0), (3.0, "none"), (None, 3.0)):
-        some = [trial(seed)._replace(scores={"loss": 1.0, "bleu": x}) for seed, x in enumerate((first, second))]
+        some = [
+            trial(seed)._replace(scores={"loss": 1.0, "bleu": x})
+            for seed, x in enumerate((first, second))
+        ]
         rows = cells(sweeps.table(some, tmp_path))
-        assert [row[2] for row in rows[2:]] == [str(first) if first != 3.0 else "3", str(second) if second != 3.0 else "3"]
+        assert [row[2] for row in rows[2:]] == [
+            str(first) if first != 3.0 else "3",
+            str(second) if second != 3.0 else "3",
+        ]
 
 
 @pytest.mark.report(
@@ -161,7 +188,10 @@ def test_a_killed_process_is_one_row(tmp_path, monkeypatch, capfd):
     real = subprocess.Popen
     codes = {
         "file-0.py": "import os; os.kill(os.getpid(), 9)",
-        "file-1.py": "import sys; print('jaxformer: stopped by SIGTERM after step 3', file=sys.stderr); sys.exit(143)",
+        "file-1.py": (
+            "import sys; print('jaxformer: stopped by SIGTERM after step 3', file=sys.stderr); "
+            "sys.exit(143)"
+        ),
         "file-2.py": "import sys; sys.exit(7)",
     }
 
@@ -170,7 +200,9 @@ def test_a_killed_process_is_one_row(tmp_path, monkeypatch, capfd):
         return real([sys.executable, "-S", "-c", code], **more)
 
     monkeypatch.setattr(sweeps.subprocess, "Popen", popen)
-    ended = sweeps.in_processes([trial(seed) for seed in range(3)], ["1/3", "2/3", "3/3"], tmp_path, 3)
+    ended = sweeps.in_processes(
+        [trial(seed) for seed in range(3)], ["1/3", "2/3", "3/3"], tmp_path, 3
+    )
     assert "killed by SIGKILL" in ended[0].problem and "memory" in ended[0].problem
     assert "stopped by SIGTERM after step 3" in ended[1].problem
     assert "exit code 7, without a message" in ended[2].problem
@@ -180,7 +212,10 @@ def test_a_killed_process_is_one_row(tmp_path, monkeypatch, capfd):
     "hydra-ecosystem/hydra#3227",
     "hydra-ecosystem/hydra#2284",
     right="a trial that fails says so at once, and each one with its own traceback",
-    hit="with --parallel only the last line of a failed trial was kept; its traceback was thrown away",
+    hit=(
+        "with --parallel only the last line of a failed trial was kept; its traceback was thrown "
+        "away"
+    ),
 )
 def test_each_failed_trial_leaves_its_traceback(tmp_path, monkeypatch, capfd):
     real = subprocess.Popen
@@ -197,7 +232,9 @@ def test_each_failed_trial_leaves_its_traceback(tmp_path, monkeypatch, capfd):
 
     attempts(tmp_path, train, 2)
     out, err = capfd.readouterr()
-    assert err.count("Traceback") == 4 and all(f"of file-{n}.py" in err and f"here {n}" in err for n in range(2))
+    assert err.count("Traceback") == 4 and all(
+        f"of file-{n}.py" in err and f"here {n}" in err for n in range(2)
+    )
     assert out.count("failed: TypeError: ") == 4
 
 
@@ -260,7 +297,10 @@ def test_two_spellings_of_one_value_are_refused(tmp_path, monkeypatch, capsys):
     "ray-project/ray#16891",
     "ray-project/ray#8647",
     "llm-d/llm-d-benchmark#250",
-    right="called again, finished trials are not trained again and failed ones are tried again; no table is lost",
+    right=(
+        "called again, finished trials are not trained again and failed ones are tried again; no "
+        "table is lost"
+    ),
     hit="on a full disk the table was not even printed: the error came instead of it",
 )
 def test_a_second_call_tries_what_failed(tmp_path, monkeypatch, capsys):
@@ -285,4 +325,8 @@ def test_a_second_call_tries_what_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(config, "write_atomically", full)
     with pytest.raises(OSError, match="No space"):
         sweeps.sweep([trial(seed) for seed in range(3)], tmp_path)
-    assert [row[:2] for row in cells(capsys.readouterr().out)[-3:]] == [["0", "1"], ["1", "1"], ["2", "1"]]
+    assert [row[:2] for row in cells(capsys.readouterr().out)[-3:]] == [
+        ["0", "1"],
+        ["1", "1"],
+        ["2", "1"],
+    ]

@@ -33,7 +33,12 @@ def whole(tokenizer, text):
     right="A long text that is encoded in pieces has the tokens of the whole text.",
     hit="A piece ended at any line end, also within a run of blank lines and indentation.",
 )  # fmt: skip
-@given(st.lists(st.sampled_from(["the cat", "\n", "\n\n", "\n    ", "    ", "\t", ";", "é", "\r\n"]), max_size=60))
+@given(
+    st.lists(
+        st.sampled_from(["the cat", "\n", "\n\n", "\n    ", "    ", "\t", ";", "é", "\r\n"]),
+        max_size=60,
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_pieces_are_cut_where_the_tokenizer_would(bpe, words):
     text = "x = 1\n" + "".join(words) + "\nthe end"
@@ -55,16 +60,23 @@ def test_a_space_in_front_is_not_repeated_in_later_pieces(bpe):
     tokenizer = BPE(spaced.to_str())
     cut = tokenizer.last_cut(TEXT)
     assert 0 < cut < len(TEXT)
-    pieces = tokenizer.encode_piece(TEXT[:cut], False).tolist() + tokenizer.encode_piece(TEXT[cut:], True).tolist()
+    pieces = (
+        tokenizer.encode_piece(TEXT[:cut], False).tolist()
+        + tokenizer.encode_piece(TEXT[cut:], True).tolist()
+    )
     assert pieces == whole(tokenizer, TEXT)
     assert tokenizer.decode(pieces) == " " + TEXT
 
 
 @pytest.mark.report(
-    "ggml-org/llama.cpp#9692", "huggingface/swift-transformers#131", listed="first 18",
-    right="The digest of a tokenizer does not depend on how a version of the package writes its JSON.",
+    "ggml-org/llama.cpp#9692",
+    "huggingface/swift-transformers#131",
+    listed="first 18",
+    right=(
+        "The digest of a tokenizer does not depend on how a version of the package writes its JSON."
+    ),
     hit="The digest was that of the package's JSON, so an upgrade refused to resume a run.",
-)  # fmt: skip
+)
 def test_the_digest_is_that_of_the_meaning(bpe):
     merges = bpe.state["tokenizer"]["model"]["merges"]
     as_text = BPE(changed(bpe, merges=[" ".join(pair) for pair in merges]))
@@ -80,7 +92,9 @@ def test_the_digest_is_that_of_the_meaning(bpe):
     right="Merges of tokens that hold a space are not confused with merges of others.",
 )  # fmt: skip
 def test_merges_of_tokens_with_spaces_have_digests_of_their_own():
-    vocabulary = {token: number for number, token in enumerate(["a", " ", "b", "a ", " b", "a b", "</s>"])}
+    vocabulary = {
+        token: number for number, token in enumerate(["a", " ", "b", "a ", " b", "a b", "</s>"])
+    }
 
     def tokenizer(*last):
         model = package.models.BPE(vocab=vocabulary, merges=[("a", " "), (" ", "b"), last])
@@ -119,9 +133,12 @@ def test_decoding_gives_back_the_text(bpe, text):
 
 
 @pytest.mark.report(
-    "openai/tiktoken#82", "huggingface/transformers#8886",
-    right="A half of a surrogate pair, as text from PDFs and Windows has it, is replaced, not fatal.",
-)  # fmt: skip
+    "openai/tiktoken#82",
+    "huggingface/transformers#8886",
+    right=(
+        "A half of a surrogate pair, as text from PDFs and Windows has it, is replaced, not fatal."
+    ),
+)
 @pytest.mark.parametrize("make", [lambda bpe: bpe, lambda bpe: Bytes()])
 def test_lone_surrogates_are_replaced(bpe, make):
     tokenizer = make(bpe)
@@ -149,7 +166,13 @@ def test_names_of_control_tokens_in_a_text_are_text(bpe, noise):
 )  # fmt: skip
 def test_the_vocabulary_holds_added_tokens_and_holes(bpe):
     state = json.loads(changed(bpe))
-    token = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    token = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     state["added_tokens"].append(token | {"id": 400, "content": "<|user|>"})
     state["model"]["vocab"]["<|user|>"] = 400
     tokenizer = BPE(json.dumps(state))
@@ -173,9 +196,14 @@ def test_truncation_and_padding_of_the_file_are_not_used(bpe):
 
 @pytest.mark.report(
     "vllm-project/vllm#22471",
-    right="An id of a padded vocabulary, which the tokenizer does not have, is decoded without an error.",
-)  # fmt: skip
-@pytest.mark.parametrize("make", [lambda bpe: bpe, lambda bpe: Bytes(), lambda bpe: tokenizers.Characters("abc")])
+    right=(
+        "An id of a padded vocabulary, which the tokenizer does not have, is decoded without an "
+        "error."
+    ),
+)
+@pytest.mark.parametrize(
+    "make", [lambda bpe: bpe, lambda bpe: Bytes(), lambda bpe: tokenizers.Characters("abc")]
+)
 def test_an_id_above_the_vocabulary_is_decoded(bpe, make):
     tokenizer = make(bpe)
     ids = [*tokenizer.encode("cab"), tokenizer.vocab_size + 7, *tokenizer.encode("a")]
@@ -190,9 +218,16 @@ LETTERS = st.characters(exclude_categories=("Cs",))
     "google/sentencepiece#727",
     "google/sentencepiece#4",
     listed="third 16",
-    right="A text too small for the vocabulary gives a smaller one, which writes and reads every other text.",
+    right=(
+        "A text too small for the vocabulary gives a smaller one, which writes and reads every "
+        "other text."
+    ),
 )
-@given(st.text(LETTERS, max_size=6), st.integers(0, 200), st.lists(st.text(LETTERS, max_size=20), max_size=4))
+@given(
+    st.text(LETTERS, max_size=6),
+    st.integers(0, 200),
+    st.lists(st.text(LETTERS, max_size=20), max_size=4),
+)
 @example("", 0, ["a", "<|endoftext|>"])
 @example(" ", 200, ["  a  b", "\n \n"])
 @example("\n", 200, ["a\r\nb", "\x00"])
@@ -259,12 +294,21 @@ def added_words():
 @pytest.mark.report(
     "huggingface/tokenizers#787",
     listed="third 16",
-    right="WordPiece and Unigram, too: a text is its pieces, there and back, also after save and load.",
+    right=(
+        "WordPiece and Unigram, too: a text is its pieces, there and back, also after save and "
+        "load."
+    ),
 )
 @pytest.mark.parametrize(
     ("make", "text", "pieces", "back", "end"),
     [
-        (lower_case_words, "Playing, the [SEP]", [4, 5, 7, 6, 9, 8, 10], "playing, the [ sep ]", "[SEP]"),
+        (
+            lower_case_words,
+            "Playing, the [SEP]",
+            [4, 5, 7, 6, 9, 8, 10],
+            "playing, the [ sep ]",
+            "[SEP]",
+        ),
         (likely_pieces, "ab aabzz", [9, 2, 3, 3, 4, 11], "ab aabzz", "</s>"),
     ],
 )
@@ -318,7 +362,9 @@ def test_names_in_the_vocabulary_are_text(make, end, pieces):
     "model",
     [
         package.models.WordLevel({"</s>": 0, "the": 1}),
-        package.models.Unigram([("</s>", 0.0), ("the", -1.0), *((letter, -9.0) for letter in "the")]),
+        package.models.Unigram(
+            [("</s>", 0.0), ("the", -1.0), *((letter, -9.0) for letter in "the")]
+        ),
     ],
 )
 def test_what_a_vocabulary_cannot_write_is_refused(model):
@@ -338,9 +384,13 @@ def test_what_a_vocabulary_cannot_write_is_refused(model):
     right="A label of -100 among ids is decoded as an unknown id is, without an error.",
     hit="The package raised an OverflowError.",
 )  # fmt: skip
-@pytest.mark.parametrize("make", [lambda bpe: bpe, lambda bpe: Bytes(), lambda bpe: tokenizers.Characters("abc")])
+@pytest.mark.parametrize(
+    "make", [lambda bpe: bpe, lambda bpe: Bytes(), lambda bpe: tokenizers.Characters("abc")]
+)
 def test_negative_ids_are_decoded_as_unknown_ones(bpe, make):
     tokenizer = make(bpe)
     ids = [-100, *tokenizer.encode("cab"), -1]
-    assert tokenizer.decode(ids) == tokenizer.decode([max(tokenizer.vocab_size, 256) if i < 0 else i for i in ids])
+    assert tokenizer.decode(ids) == tokenizer.decode(
+        [max(tokenizer.vocab_size, 256) if i < 0 else i for i in ids]
+    )
     assert "cab" in tokenizer.decode(ids)

@@ -13,7 +13,11 @@ def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or not shutil.which("mount")
+        or subprocess.run(command, capture_output=True).returncode
+    ):
         pytest.skip("needs the right to mount a tmpfs")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -1,4 +1,5 @@
-"""A run of pairs: trained, scored by its own answers, asked from the command line; checkpoints ranked and averaged."""
+"""A run of pairs: trained, scored by its own answers, asked from the command line; checkpoints
+ranked and averaged."""
 
 import json
 import re
@@ -53,7 +54,9 @@ def source(tmp_path):
     for name, count in (("train", 200), ("val", 6)):
         texts = ["".join(map(str, row)) for row in rng.integers(0, 3, (count, 3))]
         (tmp_path / f"{name}.d").write_text("\n".join(texts))
-        (tmp_path / f"{name}.c").write_text("\n".join(text.translate({48: "A", 49: "B", 50: "C"}) for text in texts))
+        (tmp_path / f"{name}.c").write_text(
+            "\n".join(text.translate({48: "A", 49: "B", 50: "C"}) for text in texts)
+        )
     (tmp_path / "spell.py").write_text(FILE.replace("{folder}", str(tmp_path)))
     return config.read(str(tmp_path / "spell.py"))
 
@@ -61,13 +64,27 @@ def source(tmp_path):
 @pytest.mark.thorough
 def test_a_run_of_pairs_is_scored_and_asked(source, tmp_path, capsys):
     result = loop.train(source.experiment, tmp_path / "runs", source)
-    assert result.validation["exact_match"] > 90 and "tok:13a" in result.validation["bleu_signature"]
+    assert (
+        result.validation["exact_match"] > 90 and "tok:13a" in result.validation["bleu_signature"]
+    )
     assert "the answer in the data" in result.sample
-    records = [record for record in map(json.loads, (result.folder / "metrics.jsonl").read_text().splitlines())]
-    curve = [record["validation_exact_match"] for record in records if "validation_exact_match" in record]
+    records = [
+        record
+        for record in map(json.loads, (result.folder / "metrics.jsonl").read_text().splitlines())
+    ]
+    curve = [
+        record["validation_exact_match"] for record in records if "validation_exact_match" in record
+    ]
     assert len(curve) == 3 and not any("validation_bleu_signature" in record for record in records)
-    assert json.loads((result.folder / "result.json").read_text())["validation"]["bleu"] == result.validation["bleu"]
-    kept = {int(path.name) for path in (result.folder / "checkpoints").iterdir() if path.name.isdecimal()}
+    assert (
+        json.loads((result.folder / "result.json").read_text())["validation"]["bleu"]
+        == result.validation["bleu"]
+    )
+    kept = {
+        int(path.name)
+        for path in (result.folder / "checkpoints").iterdir()
+        if path.name.isdecimal()
+    }
     assert kept == {100, 150, 50 * (1 + int(np.argmax(curve)))}
 
     run = open_run(result.folder)
@@ -94,8 +111,16 @@ def test_the_mean_of_checkpoints_is_the_mean_of_their_parameters(source, tmp_pat
     folder = loop.train(experiment, tmp_path / "runs", replace(source, overrides=overrides)).folder
     mean = open_run(folder, average=2).params
     parts = [open_run(folder, step).params for step in (20, 30)]
-    jax.tree.map(lambda a, *others: np.testing.assert_allclose(a, np.mean(others, axis=0), rtol=1e-6, atol=1e-7), mean, *parts)
-    with pytest.raises(ConfigError, match="it takes 10, 20, 30 and more than there were; kept are 10, 20, 30"):
+    jax.tree.map(
+        lambda a, *others: np.testing.assert_allclose(
+            a, np.mean(others, axis=0), rtol=1e-6, atol=1e-7
+        ),
+        mean,
+        *parts,
+    )
+    with pytest.raises(
+        ConfigError, match="it takes 10, 20, 30 and more than there were; kept are 10, 20, 30"
+    ):
         _ = open_run(folder, average=4).params
 
 
@@ -103,26 +128,47 @@ def test_the_mean_of_checkpoints_is_the_mean_of_their_parameters(source, tmp_pat
 def test_answers_do_not_depend_on_their_order(source):
     model, dataset = source.experiment.model, source.experiment.data.open(source.experiment.model)
     params, found = models.init(model, jax.random.key(0)), dataset.validation.questions
-    questions = [question._replace(source=question.source[:-1] * (1 + i % 3) + [255]) for i, question in enumerate(found)]
-    ask = partial(answers, model, params, tokenizer=dataset.tokenizer, max_tokens=5, how=Beams(2), stop_tokens=(255,))
-    assert ask(questions) == ask(questions[::-1])[::-1] == [ask([question])[0] for question in questions]
+    questions = [
+        question._replace(source=question.source[:-1] * (1 + i % 3) + [255])
+        for i, question in enumerate(found)
+    ]
+    ask = partial(
+        answers,
+        model,
+        params,
+        tokenizer=dataset.tokenizer,
+        max_tokens=5,
+        how=Beams(2),
+        stop_tokens=(255,),
+    )
+    assert (
+        ask(questions)
+        == ask(questions[::-1])[::-1]
+        == [ask([question])[0] for question in questions]
+    )
 
 
 @pytest.mark.thorough
 def test_a_score_that_there_is_not_ranks_no_checkpoint(source, tmp_path):
     experiment = replace(source.experiment, steps=1, checkpoints=Checkpoints(20, best="-chrf"))
-    with pytest.raises(ConfigError, match=re.escape("checkpoints.best='-chrf': an evaluation here gives loss")):
+    with pytest.raises(
+        ConfigError, match=re.escape("checkpoints.best='-chrf': an evaluation here gives loss")
+    ):
         loop.train(experiment, tmp_path / "runs")
 
 
 def test_generated_needs_questions(source, tmp_path):
     model = replace(source.experiment.model.decoder, vocab_size=17)
     with pytest.raises(ConfigError, match="validation split with `questions`"):
-        loop.train(replace(source.experiment, model=model, data=Reverse(), steps=1), tmp_path / "runs")
+        loop.train(
+            replace(source.experiment, model=model, data=Reverse(), steps=1), tmp_path / "runs"
+        )
 
 
 @pytest.mark.thorough
 def test_a_metric_of_the_users_own_is_recorded(source, tmp_path):
     norm = lambda scored: {"norm": optax.tree.norm(scored.params)}  # of JAX
     changes = dict(steps=1, metrics=(norm,), checkpoints=Checkpoints(20, best="norm"))
-    assert loop.train(replace(source.experiment, **changes), tmp_path / "runs").validation["norm"] > 0
+    assert (
+        loop.train(replace(source.experiment, **changes), tmp_path / "runs").validation["norm"] > 0
+    )

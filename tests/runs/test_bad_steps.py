@@ -1,4 +1,5 @@
-"""Steps that change nothing: spikes, numbers that stay bad, what is kept of them, and where they come from."""
+"""Steps that change nothing: spikes, numbers that stay bad, what is kept of them, and where they
+come from."""
 
 from dataclasses import dataclass, replace
 
@@ -21,15 +22,28 @@ from jaxformer.training.recipe import build
 from jaxformer.training.step import first_state, is_spike, make_train_step
 
 EXPERIMENT = Experiment(
-    name="bad", model=ModelConfig(vocab_size=13, num_layers=3, d_model=16, num_heads=2, context_length=9, init_std=0.2),
-    data=Copy(vocab_size=8, length=4), schedule=Constant(), steps=20, batch_size=8, max_skipped=3, log_every=1,
-    checkpoints=Checkpoints(every=5), eval_batches=1,
-)  # fmt: skip
+    name="bad",
+    model=ModelConfig(
+        vocab_size=13, num_layers=3, d_model=16, num_heads=2, context_length=9, init_std=0.2
+    ),
+    data=Copy(vocab_size=8, length=4),
+    schedule=Constant(),
+    steps=20,
+    batch_size=8,
+    max_skipped=3,
+    log_every=1,
+    checkpoints=Checkpoints(every=5),
+    eval_batches=1,
+)
 
 
 def batch_of(factor=1.0):
     tokens = np.random.default_rng(0).integers(0, 13, (8, 9)).astype(np.int32)
-    return {"tokens": tokens, "labels": np.roll(tokens, -1, axis=1), "weights": np.full((8, 9), factor, np.float32)}
+    return {
+        "tokens": tokens,
+        "labels": np.roll(tokens, -1, axis=1),
+        "weights": np.full((8, 9), factor, np.float32),
+    }
 
 
 @pytest.mark.thorough
@@ -49,31 +63,52 @@ def test_a_spike_is_far_above_a_full_window(window, deviations, shift, seed):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])
-def test_a_bad_step_changes_no_bit_and_a_good_one_the_same_ones_on_each_platform(monkeypatch, platform):
-    """A GPU selects leaf by leaf, others a branch. The state is donated, so a leaf that it needs twice would show here."""
-    # a key's bias has a gradient of rounding errors alone, and other gradients may be as small by chance: Adam would divide
+def test_a_bad_step_changes_no_bit_and_a_good_one_the_same_ones_on_each_platform(
+    monkeypatch, platform
+):
+    """A GPU selects leaf by leaf, others a branch. The state is donated, so a leaf that it needs
+    twice would show here."""
+    # a key's bias has a gradient of rounding errors alone, and other gradients may be as small by
+    # chance: Adam would divide
     # them by their size. With an epsilon as large as a gradient it does not
     model = replace(EXPERIMENT.model, use_bias=False)
     optimizer = AdamW(eps=1e-3)
-    recipe = build(replace(EXPERIMENT, model=model, optimizer=optimizer, ema_decay=0.9, rms=("update",)))
+    recipe = build(
+        replace(EXPERIMENT, model=model, optimizer=optimizer, ema_decay=0.9, rms=("update",))
+    )
     expected, metrics = jax.jit(make_train_step(recipe))(first_state(recipe), batch_of())
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     step, state = jax.jit(make_train_step(recipe), donate_argnums=0), first_state(recipe)
     before = fingerprints(jax.tree.leaves((state.params, state.opt_state, state.ema)))
     state, bad = step(state, batch_of(np.nan))
-    assert fingerprints(jax.tree.leaves((state.params, state.opt_state, state.ema))) == before and bad["skipped"] == 1
-    sizes = [float(value) for name, value in bad.items() if "update" in name for value in np.ravel(value)]
+    assert (
+        fingerprints(jax.tree.leaves((state.params, state.opt_state, state.ema))) == before
+        and bad["skipped"] == 1
+    )
+    sizes = [
+        float(value) for name, value in bad.items() if "update" in name for value in np.ravel(value)
+    ]
     assert sizes and not any(sizes)
     state, good = step(replace(state, step=state.step - 1), batch_of())
-    assert jax.tree.structure(state) == jax.tree.structure(expected) and good.keys() == metrics.keys()
+    assert (
+        jax.tree.structure(state) == jax.tree.structure(expected) and good.keys() == metrics.keys()
+    )
     # float32: the two programs may round a product and a sum once or twice
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.params, expected.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.ema, expected.ema)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
+        state.params,
+        expected.params,
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), state.ema, expected.ema
+    )
 
 
 @pytest.mark.thorough
 def test_a_spike_changes_no_bit_of_parameters_and_optimizer_and_counts():
-    recipe = build(replace(EXPERIMENT, spikes=Spikes(window=4), optimizer=AdamW(learning_rate=1e-5)))  # a calm loss
+    recipe = build(
+        replace(EXPERIMENT, spikes=Spikes(window=4), optimizer=AdamW(learning_rate=1e-5))
+    )  # a calm loss
     step, state = jax.jit(make_train_step(recipe)), first_state(recipe)
     for _ in range(6):
         state, metrics = step(state, batch_of())
@@ -83,7 +118,9 @@ def test_a_spike_changes_no_bit_of_parameters_and_optimizer_and_counts():
     for count in (1, 2):
         state, metrics = step(state, strange)
         assert metrics["skipped"] == count and np.isfinite(metrics["loss"])
-        assert fingerprints(jax.tree.leaves((state.params, state.opt_state, state.recent))) == before
+        assert (
+            fingerprints(jax.tree.leaves((state.params, state.opt_state, state.recent))) == before
+        )
     state, metrics = step(state, batch_of())
     assert metrics["skipped"] == 0
     assert fingerprints(jax.tree.leaves(state.params)) != before
@@ -122,7 +159,11 @@ class Rows:
 
     def __getitem__(self, index):
         row = self.split[index]
-        return row | {"weights": np.full_like(row["weights"], np.nan)} if index % 2 == self.bad else row
+        return (
+            row | {"weights": np.full_like(row["weights"], np.nan)}
+            if index % 2 == self.bad
+            else row
+        )
 
 
 @pytest.mark.thorough
@@ -131,7 +172,9 @@ def test_a_run_that_stays_bad_keeps_the_step_and_says_where_it_is_bad(tmp_path, 
     with pytest.raises(NonFinite, match="not finite for 3 steps in a row, up to step 2"):
         loop.train(experiment, tmp_path)
     caplog.clear()
-    with pytest.raises(NonFinite, match="up to step 2"):  # started again it ends there again, and says as much
+    with pytest.raises(
+        NonFinite, match="up to step 2"
+    ):  # started again it ends there again, and says as much
         loop.train(experiment, tmp_path)
     (line,) = [r.getMessage() for r in caplog.records if "gradient norm" in r.getMessage()]
     assert "batch: weights is not finite in rows" in line and "--replay" in line
@@ -172,11 +215,26 @@ def test_a_healthy_step_and_a_label_outside_of_the_vocabulary_are_told_apart():
 
 def test_a_source_is_held_against_the_vocabulary_of_the_encoder():
     """It may be larger or smaller than that of the decoder; images have none."""
-    model = EncoderDecoder(replace(EXPERIMENT.model, vocab_size=6, heads=()), EXPERIMENT.model, share_embeddings=False)
+    model = EncoderDecoder(
+        replace(EXPERIMENT.model, vocab_size=6, heads=()), EXPERIMENT.model, share_embeddings=False
+    )
     tokens, source = np.full((8, 9), 12, np.int32), np.full((8, 9), 5, np.int32)
     batch = batch_of() | {"tokens": tokens, "source": source}
     assert out_of_vocabulary(model, batch) == []
-    images = replace(model.encoder, vocab_size=0, context_length=5, embedding=Patches((8, 8), (4, 4)), masks=(full(),))
-    assert out_of_vocabulary(replace(model, encoder=images), batch | {"source": np.full((8, 8, 8, 3), 200, np.uint8)}) == []
+    images = replace(
+        model.encoder,
+        vocab_size=0,
+        context_length=5,
+        embedding=Patches((8, 8), (4, 4)),
+        masks=(full(),),
+    )
+    assert (
+        out_of_vocabulary(
+            replace(model, encoder=images), batch | {"source": np.full((8, 8, 8, 3), 200, np.uint8)}
+        )
+        == []
+    )
     source[3, 1] = 6
-    assert out_of_vocabulary(model, batch) == ["batch: source outside of the vocabulary of 6 in row 3 of 8"]
+    assert out_of_vocabulary(model, batch) == [
+        "batch: source outside of the vocabulary of 6 in row 3 of 8"
+    ]

@@ -1,4 +1,5 @@
-"""A run whose folder is a URL: every file goes through epath to the bucket (here: in memory), none to a folder `gs:`."""
+"""A run whose folder is a URL: every file goes through epath to the bucket (here: in memory), none
+to a folder `gs:`."""
 
 import json
 from typing import ClassVar
@@ -39,7 +40,8 @@ class Files(MemoryFileSystem):
 
 
 class Bucket:
-    """Stands for orbax's manager, whose array writer needs the real bucket: only what makes a step complete is a file."""
+    """Stands for orbax's manager, whose array writer needs the real bucket: only what makes a step
+    complete is a file."""
 
     saved: ClassVar[dict] = {}
 
@@ -53,7 +55,9 @@ class Bucket:
         folder = self.directory / str(step)
         folder.mkdir(parents=True)
         (folder / "commit_success.txt").write_text("done")
-        (folder / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": custom_metadata}))
+        (folder / "_CHECKPOINT_METADATA").write_text(
+            json.dumps({"custom_metadata": custom_metadata})
+        )
         # the step's state is donated to the next step
         self.saved[str(folder)] = jax.tree.map(jnp.copy, args.state.item)
 
@@ -63,8 +67,12 @@ class Bucket:
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
     files = Files()
-    monkeypatch.setattr("orbax.checkpoint._src.path.gcs_utils.is_hierarchical_namespace_enabled", lambda path: False)
-    monkeypatch.setattr(type(epath.backend.fsspec_backend), "_get_filesystem", lambda self, name: files)
+    monkeypatch.setattr(
+        "orbax.checkpoint._src.path.gcs_utils.is_hierarchical_namespace_enabled", lambda path: False
+    )
+    monkeypatch.setattr(
+        type(epath.backend.fsspec_backend), "_get_filesystem", lambda self, name: files
+    )
     monkeypatch.setattr(checkpoint.orbax, "CheckpointManager", Bucket)
     monkeypatch.setattr(Bucket, "saved", {})
     monkeypatch.chdir(tmp_path)
@@ -78,7 +86,11 @@ def bucket(tmp_path, monkeypatch):
 @pytest.fixture
 def arrays(monkeypatch):
     """What orbax would read from the bucket."""
-    monkeypatch.setattr(checkpoint_reader.ocp, "load", lambda path, names: {n: Bucket.saved[str(path)][n] for n in names})
+    monkeypatch.setattr(
+        checkpoint_reader.ocp,
+        "load",
+        lambda path, names: {n: Bucket.saved[str(path)][n] for n in names},
+    )
 
 
 @pytest.mark.thorough
@@ -101,7 +113,12 @@ def test_a_run_lives_in_a_bucket(bucket, arrays, tmp_path, capsys, monkeypatch):
     assert "<h2>Attention</h2>" in (folder / "report.html").read_text()
     assert (folder / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
     record = (folder / "metrics.jsonl").read_text()
-    assert [line["step"] for line in map(json.loads, record.splitlines()) if "loss" in line] == [0, 2, 4, 5]
+    assert [line["step"] for line in map(json.loads, record.splitlines()) if "loss" in line] == [
+        0,
+        2,
+        4,
+        5,
+    ]
     capsys.readouterr()
 
     # killed after step 4: what step 6 wrote is gone, and the run goes on as if it had not been
@@ -109,7 +126,10 @@ def test_a_run_lives_in_a_bucket(bucket, arrays, tmp_path, capsys, monkeypatch):
         (folder / "checkpoints" / step).rmtree()
     (folder / "metrics.jsonl").write_text(record[: record.rindex('{"step": 4')])
     assert cli.main(["train", "tiny", f"--runs={runs}"]) == 0
-    assert "resuming after step 4" in capsys.readouterr().out and (folder / "metrics.jsonl").read_text() == record
+    assert (
+        "resuming after step 4" in capsys.readouterr().out
+        and (folder / "metrics.jsonl").read_text() == record
+    )
 
     assert cli.main(["evaluate", "tiny", f"--runs={runs}"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 6
@@ -131,7 +151,9 @@ def test_checkpoints_of_a_bucket(bucket, tmp_path):
             manager.save(step, state(step), wait=True)
         (epath.Path(folder) / "9" / "array").write_text("")  # begun and not complete
         assert manager.steps() == checkpoint.steps(folder) == [1, 2, 3]
-        with pytest.raises(CheckpointError, match="gs://bucket/runs/a/checkpoints: every checkpoint is damaged"):
+        with pytest.raises(
+            CheckpointError, match="gs://bucket/runs/a/checkpoints: every checkpoint is damaged"
+        ):
             manager.restore(abstract)  # there are no arrays in this bucket
     with pytest.raises(CheckpointError, match="gs://bucket/runs/b: no checkpoint there"):
         restore_params("gs://bucket/runs/b", abstract)
@@ -157,17 +179,31 @@ def test_a_url_whose_packages_are_missing_gets_one_line(monkeypatch):
         raise ImportError("No module named 'gcsfs'")
 
     monkeypatch.setattr(type(epath.backend.fsspec_backend), "_get_filesystem", missing)
-    for read in (Manager, lambda folder: restore_params(folder, {"a": jax.ShapeDtypeStruct((), "float32")})):
-        with pytest.raises(ConfigError, match="gs://bucket/a: No module named 'gcsfs'; gs:// needs `pip install 'jaxf"):
+    for read in (
+        Manager,
+        lambda folder: restore_params(folder, {"a": jax.ShapeDtypeStruct((), "float32")}),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match="gs://bucket/a: No module named 'gcsfs'; gs:// needs `pip install 'jaxf",
+        ):
             read("gs://bucket/a")
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs", "az://bucket/runs"])
-def test_a_bucket_that_takes_no_checkpoints_is_refused_before_training(url, tmp_path, capsys, monkeypatch):
+def test_a_bucket_that_takes_no_checkpoints_is_refused_before_training(
+    url, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     furnish(tmp_path)
     assert cli.main(["train", "tiny", "--runs", url]) == 2
-    assert capsys.readouterr().err.strip().endswith(f"{url}: checkpoints go to folders and to gs://; mount the bucket of "
-        f"{url[:2]}:// and give its folder")  # fmt: skip
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith(
+            f"{url}: checkpoints go to folders and to gs://; mount the bucket of "
+            f"{url[:2]}:// and give its folder"
+        )
+    )
     with pytest.raises(ConfigError, match="mount the bucket"):
         Manager(url)

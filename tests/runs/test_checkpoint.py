@@ -1,4 +1,5 @@
-"""Checkpoints: what is restored is what was saved, whatever happened meanwhile to process, disk or mesh."""
+"""Checkpoints: what is restored is what was saved, whatever happened meanwhile to process, disk or
+mesh."""
 
 import contextlib
 import errno
@@ -57,7 +58,9 @@ def make(step: int, width: int = 16, **extra) -> State:
     }
     updates, opt_state = optax.adamw(1e-3).update(params, optax.adamw(1e-3).init(params), params)
     del updates
-    return State(jnp.int32(step), params, opt_state, key=jax.random.key_data(jax.random.key(step)), **extra)
+    return State(
+        jnp.int32(step), params, opt_state, key=jax.random.key_data(jax.random.key(step)), **extra
+    )
 
 
 def bits(leaf) -> bytes:
@@ -98,7 +101,8 @@ def collected():
 
 
 def reads_damage(test):
-    """For a test in which orbax reads a damaged step: it closes its event loop over reads that are still running."""
+    """For a test in which orbax reads a damaged step: it closes its event loop over reads that are
+    still running."""
     test = pytest.mark.usefixtures("collected")(test)
     return pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")(test)
 
@@ -128,13 +132,26 @@ def test_fingerprint_is_the_documented_sum():
         assert fingerprints([x]) == [numpy_fingerprint(np.asarray(x).view(np.uint32).ravel())]
 
 
-DTYPES = ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "uint8", "float8_e4m3fn", "bool", "complex64"]
+DTYPES = [
+    "float32",
+    "bfloat16",
+    "float16",
+    "int32",
+    "uint32",
+    "int8",
+    "uint8",
+    "float8_e4m3fn",
+    "bool",
+    "complex64",
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_flipped_bit_changes_both_halves(dtype):
     rng = np.random.default_rng(0)
-    whole = rng.integers(0, 2 if dtype == "bool" else 256, size=96 * jnp.dtype(dtype).itemsize, dtype=np.uint8)
+    whole = rng.integers(
+        0, 2 if dtype == "bool" else 256, size=96 * jnp.dtype(dtype).itemsize, dtype=np.uint8
+    )
     as_leaf = lambda raw: jax.device_put(raw.view(jnp.dtype(dtype)).reshape(4, -1, 3))
     (before,) = fingerprints([as_leaf(whole)])
     for _ in range(40):
@@ -148,7 +165,9 @@ def test_damage_that_linear_sums_would_miss():
     x = jax.random.normal(jax.random.key(0), (6, 8))
     two_signs = x.at[0, 0].multiply(-1).at[3, 5].multiply(-1)
     swapped = x.at[0].set(x[1]).at[1].set(x[0])
-    prints = fingerprints([x, -x, two_signs, swapped, x.T, jnp.zeros((6, 8)), -jnp.zeros((6, 8)), jnp.zeros(0)])
+    prints = fingerprints(
+        [x, -x, two_signs, swapped, x.T, jnp.zeros((6, 8)), -jnp.zeros((6, 8)), jnp.zeros(0)]
+    )
     assert len(set(prints)) == len(prints)
 
 
@@ -188,7 +207,9 @@ def test_round_trip_is_exact_and_gives_back_the_same_types(tmp_path):
     state = make(3, ema=odd)
     with Manager(tmp_path) as manager:
         assert manager.restore(abstract(state)) is None
-        manager.save(3, state, {"config": {"name": "x", "sizes": [1, 2]}, "digest": "ab"}, metric=1.25)
+        manager.save(
+            3, state, {"config": {"name": "x", "sizes": [1, 2]}, "digest": "ab"}, metric=1.25
+        )
         step, restored, metadata = manager.restore(abstract(state))
     assert step == 3 and metadata == {"config": {"name": "x", "sizes": [1, 2]}, "digest": "ab"}
     assert_same(restored, jax.tree.map(jnp.asarray, state))
@@ -197,7 +218,9 @@ def test_round_trip_is_exact_and_gives_back_the_same_types(tmp_path):
 
 @pytest.mark.thorough
 def test_state_may_be_donated_and_changed_while_it_is_saved(tmp_path):
-    step = jax.jit(lambda s: jax.tree.map(lambda a: a + 1 if a.dtype != jnp.uint32 else a, s), donate_argnums=0)
+    step = jax.jit(
+        lambda s: jax.tree.map(lambda a: a + 1 if a.dtype != jnp.uint32 else a, s), donate_argnums=0
+    )
     with Manager(tmp_path, keep_latest=9) as manager:
         for i in range(4):
             state = make(i, width=256)
@@ -205,7 +228,9 @@ def test_state_may_be_donated_and_changed_while_it_is_saved(tmp_path):
             for _ in range(3):
                 state = step(state)
         for i in range(4):
-            assert_same(manager.restore(abstract(make(0, width=256)), step=i)[1], make(i, width=256))
+            assert_same(
+                manager.restore(abstract(make(0, width=256)), step=i)[1], make(i, width=256)
+            )
 
 
 @pytest.mark.thorough
@@ -221,10 +246,14 @@ def test_no_save_is_skipped_while_another_runs(tmp_path):
 def test_restores_onto_any_mesh(tmp_path):
     def on(shape, state):
         mesh = jax.make_mesh(shape, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-        spec = lambda a: P(*["data", "tensor"][: a.ndim]) if a.ndim >= 2 and a.shape[0] % 8 == 0 else P()
+        spec = lambda a: (
+            P(*["data", "tensor"][: a.ndim]) if a.ndim >= 2 and a.shape[0] % 8 == 0 else P()
+        )
         return jax.tree.map(lambda a: NamedSharding(mesh, spec(a)), state)
 
-    state = make(1, ema={"typed": jax.random.split(jax.random.key(0), 8), "empty": jnp.zeros((0, 8))})
+    state = make(
+        1, ema={"typed": jax.random.split(jax.random.key(0), 8), "empty": jnp.zeros((0, 8))}
+    )
     sharded = jax.tree.map(jax.device_put, state, on((4, 2), state))
     assert len(sharded.params["embed"].sharding.device_set) == 8
     with Manager(tmp_path) as manager:
@@ -236,8 +265,12 @@ def test_restores_onto_any_mesh(tmp_path):
                 struct_ = jax.tree.map(place, struct_, shardings)
             _, restored, _ = manager.restore(struct_)
             assert_same(restored, state)
-            expected = shardings or jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), state)
-            for leaf, sharding in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+            expected = shardings or jax.tree.map(
+                lambda _: SingleDeviceSharding(jax.devices()[0]), state
+            )
+            for leaf, sharding in zip(
+                jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True
+            ):
                 assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
@@ -272,11 +305,15 @@ def test_no_implicit_transfers(tmp_path):
 # What is kept
 
 
-def expected_kept(history: list[tuple[int, float | None]], every: int, latest: int, best: int) -> set[int]:
+def expected_kept(
+    history: list[tuple[int, float | None]], every: int, latest: int, best: int
+) -> set[int]:
     steps = {}
     for step, metric in history:
         steps[step] = metric
-        ranked = sorted((math.inf if math.isnan(m) else m, s) for s, m in steps.items() if m is not None)
+        ranked = sorted(
+            (math.inf if math.isnan(m) else m, s) for s, m in steps.items() if m is not None
+        )
         regular = sorted(step for step in steps if step % every == 0)
         keep = {max(steps), *regular[-latest:]} | {s for _, s in ranked[:best]}
         steps = {s: m for s, m in steps.items() if s in keep}
@@ -295,7 +332,9 @@ def test_keeps_the_latest_and_the_best(tmp_path, seed):
             for step, metric in part:
                 manager.save(step, {"a": jnp.float32(step)}, metric=metric)
     assert set(checkpoint.steps(tmp_path)) == expected_kept(history, every, latest, best)
-    assert {path.name for path in tmp_path.iterdir()} == {str(s) for s in checkpoint.steps(tmp_path)}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        str(s) for s in checkpoint.steps(tmp_path)
+    }
 
 
 def test_nan_loses_to_any_number(tmp_path):
@@ -323,12 +362,17 @@ def test_saves_leave_nothing_in_memory(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("least", [1 << 12, 1 << 27])
 def test_what_does_not_fit_at_once_is_saved_and_read_in_turn(tmp_path, monkeypatch, least):
-    """Leaves of 16 kB: one after the other, or as always all at once. The state is donated as soon as `save` returns."""
+    """Leaves of 16 kB: one after the other, or as always all at once. The state is donated as soon
+    as `save` returns."""
     seen, real = [], checkpoint.memory.in_flight
     monkeypatch.setattr(checkpoint.memory, "LEAST", least)
-    monkeypatch.setattr(checkpoint.memory, "in_flight", lambda leaves: seen.append(real(list(leaves))) or seen[-1])
+    monkeypatch.setattr(
+        checkpoint.memory, "in_flight", lambda leaves: seen.append(real(list(leaves))) or seen[-1]
+    )
     monkeypatch.setattr(checkpoint, "PIECE", 1 << 10)
-    draw = lambda step: {f"{i}": jax.random.normal(jax.random.key(i + step), (64, 64)) for i in range(9)}
+    draw = lambda step: {
+        f"{i}": jax.random.normal(jax.random.key(i + step), (64, 64)) for i in range(9)
+    }
     with Manager(tmp_path) as manager:
         for step in (1, 2):
             state = draw(step)
@@ -349,7 +393,9 @@ def test_files_have_pieces_that_another_mesh_reads_alone(tmp_path, monkeypatch):
         store = tensorstore.KvStore.open({"driver": "ocdbt", "base": files}).result()
         (key,) = [key for key in store.list().result() if key.endswith(b".zarray")]
         assert math.prod(json.loads(store[key])["chunks"]) * 4 <= 1 << 10
-        sharding = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P(None, "data"))
+        sharding = NamedSharding(
+            jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), P(None, "data")
+        )
         like = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)}
         assert_same(manager.restore(like)[1], {"x": x})
 
@@ -359,7 +405,9 @@ def test_a_step_is_saved_once_and_in_order(tmp_path):
         for step in (1, 3):
             manager.save(step, make(step), wait=True)
         for step in (2, 3):
-            with pytest.raises(CheckpointError, match=f"step {step} was not saved: .*step 3 exists"):
+            with pytest.raises(
+                CheckpointError, match=f"step {step} was not saved: .*step 3 exists"
+            ):
                 manager.save(step, make(7), wait=True)
         manager.save(4, make(4), wait=True)
         assert manager.steps() == [1, 3, 4]
@@ -382,7 +430,11 @@ def test_params_alone(tmp_path):
         assert_same(params, make(2).params)
         assert_same(restore_params(tmp_path, abstract(make(1).params), step=1)[1], make(1).params)
     with pytest.raises(
-        CheckpointError, match=r"does not fit the model: .*params/layers/scale is float32\[16\], and nothing in the model"
+        CheckpointError,
+        match=(
+            r"does not fit the model: .*params/layers/scale is float32\[16\], and nothing in the "
+            r"model"
+        ),
     ):
         restore_params(tmp_path, {"embed": jax.ShapeDtypeStruct((32, 16), jnp.float32)})
     spoil_arrays(tmp_path / "2")
@@ -400,7 +452,8 @@ def test_mismatch_is_reported_by_leaf_and_renames_nothing(tmp_path):
     with Manager(tmp_path) as manager, pytest.raises(ConfigError) as caught:
         manager.restore(wrong)
     assert str(caught.value) == (
-        f"{tmp_path}/2: the checkpoint does not fit the model: ema/new is nothing, and float32[3] in the model, "
+        f"{tmp_path}/2: the checkpoint does not fit the model: ema/new is nothing, and "
+        f"float32[3] in the model, "
         "params/embed is float32[32,16], and float32[33,16] in the model, "
         "params/layers/query/kernel is float32[2,16,16], and nothing in the model and 1 more; "
         "use the config it was saved with, or another folder"
@@ -455,7 +508,9 @@ def assert_harmless_or_detected(folder: Path) -> bool:
         step, state, metadata = manager.restore(abstract(make(1)))
     assert_same(state, make(step))
     assert metadata == {"step": step}
-    assert step == 2 or ((folder / "2.corrupt").is_dir() and len(log) == 1 and "step 2 is damaged: " in log[0])
+    assert step == 2 or (
+        (folder / "2.corrupt").is_dir() and len(log) == 1 and "step 2 is damaged: " in log[0]
+    )
     return step == 1
 
 
@@ -478,7 +533,9 @@ def test_damage_to_any_file_is_harmless_or_detected(two_steps, tmp_path, damage,
 @reads_damage
 def test_flips_in_array_data_are_caught_by_the_fingerprint_alone(two_steps, tmp_path):
     rng = random.Random(1)
-    name = max(data_files(two_steps / "2"), key=lambda path: path.stat().st_size).relative_to(two_steps / "2")
+    name = max(data_files(two_steps / "2"), key=lambda path: path.stat().st_size).relative_to(
+        two_steps / "2"
+    )
     found = 0
     for _ in range(8):
         damaged_copy(two_steps, tmp_path / "c", flip, name, rng)
@@ -509,13 +566,16 @@ def test_flips_anywhere(two_steps, tmp_path):
 
 
 def test_a_leaf_that_differs_is_named(tmp_path, monkeypatch):
-    """The files are as written, but what was written is not what the step had made (bad memory, a bug in between)."""
+    """The files are as written, but what was written is not what the step had made (bad memory, a
+    bug in between)."""
     real = checkpoint.orbax.args.StandardSave
     spoil = lambda data: {**data, "params/embed": data["params/embed"].at[3, 5].multiply(1.0000001)}
     log = []
     with Manager(tmp_path, log=log.append) as manager:
         manager.save(1, make(1), wait=True)
-        monkeypatch.setattr(checkpoint.orbax.args, "StandardSave", lambda data, pieces: real(spoil(data), pieces))
+        monkeypatch.setattr(
+            checkpoint.orbax.args, "StandardSave", lambda data, pieces: real(spoil(data), pieces)
+        )
         manager.save(2, make(2), wait=True)
         assert manager.restore(abstract(make(1)))[0] == 1
     assert "step 2 is damaged: params/embed: the fingerprint" in log[-1]
@@ -531,11 +591,18 @@ def test_several_damaged_steps_and_none_good(tmp_path):
         assert manager.restore(abstract(make(1)))[0] == 1
         assert checkpoint.steps(tmp_path) == [1]
         spoil_arrays(tmp_path / "1")
-        with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path}: every checkpoint is damaged: 1 (")):
+        with pytest.raises(
+            CheckpointError, match=re.escape(f"{tmp_path}: every checkpoint is damaged: 1 (")
+        ):
             manager.restore(abstract(make(1)))
-    with Manager(tmp_path) as manager, pytest.raises(CheckpointError, match=r"damaged: 1 \(.*, 2\.corrupt, 3\.corrupt"):
+    with (
+        Manager(tmp_path) as manager,
+        pytest.raises(CheckpointError, match=r"damaged: 1 \(.*, 2\.corrupt, 3\.corrupt"),
+    ):
         manager.restore(abstract(make(1)))  # a restart does not begin at zero in silence either
-    assert checkpoint.steps(tmp_path) == [1]  # where none is good, none is renamed, and the next start looks again
+    assert checkpoint.steps(tmp_path) == [
+        1
+    ]  # where none is good, none is renamed, and the next start looks again
 
 
 @pytest.mark.thorough
@@ -561,7 +628,8 @@ def test_a_named_step_does_not_fall_back(tmp_path):
         assert manager.restore(abstract(make(1)), step=1)[0] == 1
         delete(tmp_path / "2" / "_CHECKPOINT_METADATA", random.Random(0))
         with pytest.raises(
-            CheckpointError, match=r"damaged: 2 \(_CHECKPOINT_METADATA is missing or has changed\); other steps: 1"
+            CheckpointError,
+            match=r"damaged: 2 \(_CHECKPOINT_METADATA is missing or has changed\); other steps: 1",
         ):
             manager.restore(abstract(make(1)), step=2)
 
@@ -585,7 +653,10 @@ def test_what_is_no_damage_is_refused_and_renames_nothing(tmp_path, monkeypatch)
 def test_a_step_under_another_number_is_refused(tmp_path):
     saved(tmp_path, [1])
     (tmp_path / "1").rename(tmp_path / "8")
-    with Manager(tmp_path) as manager, pytest.raises(CheckpointError, match="is that of another step"):
+    with (
+        Manager(tmp_path) as manager,
+        pytest.raises(CheckpointError, match="is that of another step"),
+    ):
         manager.restore(abstract(make(1)))
 
 
@@ -594,8 +665,14 @@ def test_a_step_under_another_number_is_refused(tmp_path):
 
 def test_a_folder_that_only_some_processes_see_is_refused(tmp_path, monkeypatch):
     """Its first save would wait for the others without an end."""
-    monkeypatch.setattr(checkpoint, "that_see", lambda folder: processes.Group(0, jax.process_count() - 1, lambda f: f(), int))
-    with pytest.raises(ConfigError, match="not all processes see it; give a folder that all hosts share"):
+    monkeypatch.setattr(
+        checkpoint,
+        "that_see",
+        lambda folder: processes.Group(0, jax.process_count() - 1, lambda f: f(), int),
+    )
+    with pytest.raises(
+        ConfigError, match="not all processes see it; give a folder that all hosts share"
+    ):
         Manager(tmp_path / "run")
 
 
@@ -612,7 +689,9 @@ def test_a_failed_save_is_one_line_and_the_next_one_works(tmp_path, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint.orbax.CheckpointManager, "save", full)
             manager.save(2, make(2))
-            assert len(log) == 1 and "\n" not in log[0] and "step 2 was not saved: OSError" in log[0]
+            assert (
+                len(log) == 1 and "\n" not in log[0] and "step 2 was not saved: OSError" in log[0]
+            )
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(make(2)))
             assert f"it needs up to {size:,} bytes, " in log[0]
             with pytest.raises(CheckpointError, match="step 1 was not saved"):
@@ -631,7 +710,9 @@ def test_a_full_disk(small_disk, capfd):
             manager.save(step, make(step, width=512))
             manager.wait()
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(make(2, width=512)))
-        assert len(log) == 2 and all("No space left" in line and f"it needs up to {size:,} bytes" in line for line in log)
+        assert len(log) == 2 and all(
+            "No space left" in line and f"it needs up to {size:,} bytes" in line for line in log
+        )
         with pytest.raises(CheckpointError, match="No space left"):
             manager.save(4, make(4, width=512), wait=True)
         assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["1"]
@@ -650,7 +731,9 @@ def test_a_full_disk(small_disk, capfd):
 
 
 @pytest.mark.fault
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's other writes, see _check_room
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # orbax's other writes, see _check_room
 def test_a_disk_that_fills_up_during_a_save(small_disk, monkeypatch):
     room = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
@@ -681,7 +764,8 @@ def test_a_folder_that_is_removed_comes_back(tmp_path):
 
 @pytest.mark.parametrize("successor", [False, True])
 def test_a_run_whose_folder_was_removed_stops_at_its_next_save(tmp_path, successor):
-    """Its lock went with the folder: a second trainer may have started, and the first one must not write beside it."""
+    """Its lock went with the folder: a second trainer may have started, and the first one must not
+    write beside it."""
     run = tmp_path / "run"
     with Manager(run / "checkpoints") as manager, contextlib.ExitStack() as stack:
         manager.save(1, make(1), wait=True)
@@ -691,7 +775,9 @@ def test_a_run_whose_folder_was_removed_stops_at_its_next_save(tmp_path, success
         with pytest.raises(ConfigError, match=r"checkpoints\.lock was removed .* stops at step 2"):
             manager.save(2, make(2))
         if successor:
-            assert_same(restore_params(run / "checkpoints", abstract(make(1).params))[1], make(5).params)
+            assert_same(
+                restore_params(run / "checkpoints", abstract(make(1).params))[1], make(5).params
+            )
 
 
 @pytest.mark.thorough
@@ -743,10 +829,16 @@ with Manager({folder!r}, keep_latest=2, keep_best=1) as manager:
 @pytest.mark.fault
 def test_kill_9_during_saves(tmp_path):
     rng = random.Random(0)
-    code = CHILD.format(root=str(Path(jaxformer.__file__).parents[1]), here=str(Path(__file__).parent), folder=str(tmp_path))
+    code = CHILD.format(
+        root=str(Path(jaxformer.__file__).parents[1]),
+        here=str(Path(__file__).parent),
+        folder=str(tmp_path),
+    )
     done = 0
     for _ in range(8):
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         while child.stdout.readline() not in ("ready\n", ""):
             pass
         time.sleep(rng.uniform(0.3, 1.5))  # the first save takes about 0.3 s
@@ -769,14 +861,19 @@ def test_kill_9_during_saves(tmp_path):
 
 def test_nothing_else_imports_orbax():
     package = Path(jaxformer.__file__).parent
-    files = [path for path in package.rglob("*.py") if re.search(r"^\s*(from|import) orbax", path.read_text(), re.M)]
+    files = [
+        path
+        for path in package.rglob("*.py")
+        if re.search(r"^\s*(from|import) orbax", path.read_text(), re.M)
+    ]
     names = {path.relative_to(package).as_posix() for path in files}
     assert names == {"runs/checkpoint.py", "runs/checkpoint_reader.py", "runs/orbax_internals.py"}
 
 
 @pytest.mark.slow
 def test_a_save_blocks_for_milliseconds(tmp_path, capsys):
-    """Prints what a save and a restore of a million parameters with AdamW cost. Bounds: a busy 2-core machine."""
+    """Prints what a save and a restore of a million parameters with AdamW cost. Bounds: a busy
+    2-core machine."""
     state = jax.block_until_ready(make(1, width=700))
     count = sum(leaf.size for leaf in jax.tree.leaves(state))
     rows = []
@@ -793,5 +890,7 @@ def test_a_save_blocks_for_milliseconds(tmp_path, capsys):
             restored = time.perf_counter() - start
     with capsys.disabled():
         ms = [f"{1e3 * blocked:.0f}/{1e3 * total:.0f}" for blocked, total in rows]
-        print(f"\n{count:,} numbers: blocked/total ms {' '.join(ms)}; restore {1e3 * restored:.0f} ms")
+        print(
+            f"\n{count:,} numbers: blocked/total ms {' '.join(ms)}; restore {1e3 * restored:.0f} ms"
+        )
     assert rows[0][0] < 3 and rows[-1][0] < 0.5

@@ -1,4 +1,5 @@
-"""The second start of an experiment compiles nothing that takes long: programs persist in the user's own cache."""
+"""The second start of an experiment compiles nothing that takes long: programs persist in the
+user's own cache."""
 
 import inspect
 import os
@@ -18,9 +19,14 @@ EXPERIMENT = """
 from jaxformer.data.tasks import Reverse
 from jaxformer.models import ModelConfig
 from jaxformer.training import Experiment
+
 experiment = Experiment(
-    name="tiny", model=ModelConfig(vocab_size=17, num_layers=2, d_model=16, num_heads=2, context_length=16),
-    data=Reverse(), steps=2, batch_size=4, eval_batches=1,
+    name="tiny",
+    model=ModelConfig(vocab_size=17, num_layers=2, d_model=16, num_heads=2, context_length=16),
+    data=Reverse(),
+    steps=2,
+    batch_size=4,
+    eval_batches=1,
 )
 """
 START = """
@@ -35,14 +41,18 @@ print(events["cache_hits"], events["cache_misses"])
 
 @pytest.mark.slow
 def test_a_second_process_takes_the_train_step_from_the_cache(tmp_path):
-    """Also after one of its programs was torn, as by a kill while it was written: that one is compiled and kept again."""
+    """Also after one of its programs was torn, as by a kill while it was written: that one is
+    compiled and kept again."""
     (tmp_path / "tiny.py").write_text(EXPERIMENT)
 
     def start(name):
-        """(hits, misses) of a process that trains a run of this name: another run, the same programs."""
+        """(hits, misses) of a process that trains a run of this name: another run, the same
+        programs."""
         words = [sys.executable, "-c", START, f"--name={name}"]
         environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # however long they took to compile
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = (
+            "0"  # however long they took to compile
+        )
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         assert "Error reading" not in done.stderr
@@ -52,7 +62,10 @@ def test_a_second_process_takes_the_train_step_from_the_cache(tmp_path):
     assert hits < misses  # two additions of numbers may be one program
     folder = tmp_path / "cache" / "jaxformer" / "compiled"
     written = list(folder.glob("*-cache"))
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and not (tmp_path / "runs" / ".compiled").exists()
+    assert (
+        stat.S_IMODE(folder.stat().st_mode) == 0o700
+        and not (tmp_path / "runs" / ".compiled").exists()
+    )
     hits, misses = start("second")
     assert hits >= len(written) > 0 and misses == 0
     whole = written[0].read_bytes()
@@ -83,7 +96,8 @@ def test_torn_and_old_programs_are_removed(tmp_path):
 
 
 def test_what_was_read_once_is_not_read_again(tmp_path, monkeypatch):
-    """A start reads the programs that are new since the last one: a folder may hold GB, and what is read looks used."""
+    """A start reads the programs that are new since the last one: a folder may hold GB, and what is
+    read looks used."""
     read = []
     monkeypatch.setattr(compilation_cache, "is_torn", lambda data: read.append(data))
     old, new = jax_cache.compress_executable(b"old"), jax_cache.compress_executable(b"new")
@@ -98,7 +112,8 @@ def test_what_was_read_once_is_not_read_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize("callbacks", [[], ["its address"]])
 @pytest.mark.parametrize("least", [0.0, 0.2])
 def test_each_process_keeps_what_jax_keeps_of_one(callbacks, least, monkeypatch):
-    """`write` beside JAX's own, which it replaces: the same programs, by the time that they took to compile."""
+    """`write` beside JAX's own, which it replaces: the same programs, by the time that they took to
+    compile."""
     takes_callbacks = "host_callbacks" in inspect.signature(compiler._cache_write).parameters
     if callbacks and not takes_callbacks:
         callbacks = []  # this version keeps programs with callbacks, too
@@ -118,8 +133,12 @@ def test_each_process_keeps_what_jax_keeps_of_one(callbacks, least, monkeypatch)
 
 
 def test_where_programs_persist(tmp_path, monkeypatch, caplog):
-    """The user's own folder, named otherwise, beside a bucket's runs; and nowhere, where none can be made."""
-    before, folder = jax.config.jax_compilation_cache_dir, lambda: jax.config.jax_compilation_cache_dir
+    """The user's own folder, named otherwise, beside a bucket's runs; and nowhere, where none can
+    be made."""
+    before, folder = (
+        jax.config.jax_compilation_cache_dir,
+        lambda: jax.config.jax_compilation_cache_dir,
+    )
     try:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         compilation_cache.enable(tmp_path / "runs")
@@ -129,7 +148,10 @@ def test_where_programs_persist(tmp_path, monkeypatch, caplog):
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         compilation_cache.enable()
-        assert "compiled programs are not kept" in caplog.text and folder() == "gs://bucket/runs/.compiled"
+        assert (
+            "compiled programs are not kept" in caplog.text
+            and folder() == "gs://bucket/runs/.compiled"
+        )
         monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")  # JAX reads it
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         compilation_cache.enable()

@@ -1,4 +1,5 @@
-"""Training batches that are made of the state: what the function gets, when, and what is refused."""
+"""Training batches that are made of the state: what the function gets, when, and what is
+refused."""
 
 import json
 from dataclasses import replace
@@ -39,7 +40,11 @@ MODEL = ModelConfig(vocab_size=11, num_layers=1, d_model=16, num_heads=2, contex
 
 def next_tokens(rows):
     rows = np.asarray(rows, np.int32)
-    return {"tokens": rows[:, :-1], "labels": rows[:, 1:], "weights": np.ones((len(rows), rows.shape[1] - 1), np.float32)}
+    return {
+        "tokens": rows[:, :-1],
+        "labels": rows[:, 1:],
+        "weights": np.ones((len(rows), rows.shape[1] - 1), np.float32),
+    }
 
 
 def drawn(params, key, step):
@@ -71,7 +76,9 @@ class Data:
     def open(self, model):
         rows = next_tokens(np.arange(4 * (T + 1)).reshape(4, T + 1) % 11)
         examples = [{name: leaf[i] for name, leaf in rows.items()} for i in range(4)]
-        return Dataset(self.function, examples, digest="drawn 1", description="drawn", vocab_size=11)
+        return Dataset(
+            self.function, examples, digest="drawn 1", description="drawn", vocab_size=11
+        )
 
 
 TINY = Experiment(
@@ -86,7 +93,8 @@ def losses(folder):
 
 
 def test_a_batch_is_made_of_the_parameters_before_its_step(tmp_path):
-    """The witness makes each step by hand: the same function, the key of (seed, step), the step of the recipe."""
+    """The witness makes each step by hand: the same function, the key of (seed, step), the step of
+    the recipe."""
     noted = Noted()
     found = losses(loop.train(replace(TINY, data=Data(noted)), tmp_path).folder)
     recipe = build(TINY)
@@ -95,7 +103,9 @@ def test_a_batch_is_made_of_the_parameters_before_its_step(tmp_path):
     for step, key, copies, batch in noted.calls:
         assert np.array_equal(key, jax.random.key_data(batch_key(TINY.seed, step)))
         for path, leaf in parameters.paths(state.params).items():
-            np.testing.assert_allclose(copies[path], leaf, rtol=1e-6, atol=1e-8)  # float32, another program
+            np.testing.assert_allclose(
+                copies[path], leaf, rtol=1e-6, atol=1e-8
+            )  # float32, another program
         state, metrics = step_of(state, batch)
         np.testing.assert_allclose(found[step], metrics["loss"], rtol=1e-5)
     assert len({key.tobytes() for _, key, *_ in noted.calls}) == TINY.steps
@@ -134,7 +144,8 @@ def test_a_run_that_was_killed_makes_the_same_batches(tmp_path, monkeypatch, sto
     ids=["fsdp", "pmap", "accumulation"],
 )
 def test_a_mesh_and_micro_batches_change_no_number(tmp_path, changes):
-    """Batches that do not depend on the last bits of parameters, which another order of sums changes."""
+    """Batches that do not depend on the last bits of parameters, which another order of sums
+    changes."""
     rows = lambda params, key, step: next_tokens(jax.random.randint(key, (B, T + 1), 0, 11))
     one = replace(TINY, data=Data(rows))
     expected = losses(loop.train(one, tmp_path / "one").folder)
@@ -148,13 +159,21 @@ def test_an_adaptation_is_merged(tmp_path):
     noted = Noted()
     saves = Checkpoints(every=1, keep_latest=2)
     tuned = replace(
-        TINY, name="tuned", data=Data(noted), adaptation=Lora(rank=2), initial=str(first), steps=2, checkpoints=saves
+        TINY,
+        name="tuned",
+        data=Data(noted),
+        adaptation=Lora(rank=2),
+        initial=str(first),
+        steps=2,
+        checkpoints=saves,
     )
     folder = loop.train(tuned, tmp_path).folder
     recipe = build(tuned)
     before = restore_params(folder / "checkpoints", abstract_state(recipe).params, 1)[1]
     merged = parameters.paths(recipe.weights(before))
-    assert {path: leaf.shape for path, leaf in noted.calls[1][2].items()} == {path: leaf.shape for path, leaf in merged.items()}
+    assert {path: leaf.shape for path, leaf in noted.calls[1][2].items()} == {
+        path: leaf.shape for path, leaf in merged.items()
+    }
     for path, leaf in merged.items():
         np.testing.assert_allclose(noted.calls[1][2][path], leaf, rtol=1e-6, atol=1e-7)
 
@@ -172,13 +191,31 @@ def changed(**others):
 @pytest.mark.parametrize(
     ("split", "said"),
     [
-        (changed(labels=np.zeros((B - 1, T), np.int32)), "'labels' of a training batch has 7 rows; expected batch_size=8 rows"),
-        (changed(reward=1.0), "'reward' of a training batch has a number; expected batch_size=8 rows"),
-        (changed(reward=[[1], [1, 2]] * 4), "'reward' of a training batch is no array: its rows have several lengths"),
+        (
+            changed(labels=np.zeros((B - 1, T), np.int32)),
+            "'labels' of a training batch has 7 rows; expected batch_size=8 rows",
+        ),
+        (
+            changed(reward=1.0),
+            "'reward' of a training batch has a number; expected batch_size=8 rows",
+        ),
+        (
+            changed(reward=[[1], [1, 2]] * 4),
+            "'reward' of a training batch is no array: its rows have several lengths",
+        ),
         (changed(text=["a"] * B), "'text' of a training batch is list ['a'"),
-        (lambda params, key, step: None, "the training split returned NoneType None; expected (params, key, step) -> {name"),
-        (lambda params, key, step: {}, "the training split returned dict {}; expected (params, key, step) -> {name"),
-        (lambda params, key, step: [1, 2], "the training split returned list [1, 2]; expected (params, key, step) -> {name"),
+        (
+            lambda params, key, step: None,
+            "the training split returned NoneType None; expected (params, key, step) -> {name",
+        ),
+        (
+            lambda params, key, step: {},
+            "the training split returned dict {}; expected (params, key, step) -> {name",
+        ),
+        (
+            lambda params, key, step: [1, 2],
+            "the training split returned list [1, 2]; expected (params, key, step) -> {name",
+        ),
     ],
 )
 def test_a_batch_of_another_form_is_one_line(split, said):
@@ -186,7 +223,11 @@ def test_a_batch_of_another_form_is_one_line(split, said):
     with pytest.raises(ConfigError) as raised:
         made(5, {})
     line = str(raised.value)
-    assert said in line and line.startswith("the batch of step 5 could not be made: data: ") and "\n" not in line
+    assert (
+        said in line
+        and line.startswith("the batch of step 5 could not be made: data: ")
+        and "\n" not in line
+    )
 
 
 @pytest.mark.thorough
@@ -194,30 +235,45 @@ def test_an_error_of_the_function_names_its_step(tmp_path):
     def fails(params, key, step):
         return drawn(params, key, step) if step < 3 else {"tokens": 1 / (step - 3)}
 
-    with pytest.raises(batching.BadBatch, match=r"the batch of step 3 could not be made: ZeroDivisionError") as raised:
+    with pytest.raises(
+        batching.BadBatch, match=r"the batch of step 3 could not be made: ZeroDivisionError"
+    ) as raised:
         loop.train(replace(TINY, data=Data(fails)), tmp_path)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    assert losses(loop.train(replace(TINY, data=Data(drawn)), tmp_path).folder)  # step 2 was saved, and the run goes on
+    assert losses(
+        loop.train(replace(TINY, data=Data(drawn)), tmp_path).folder
+    )  # step 2 was saved, and the run goes on
 
 
-@pytest.mark.parametrize("function", [lambda params: {}, lambda params, key: {}, lambda a, b, c, d: {}, lambda *, a: {}])
+@pytest.mark.parametrize(
+    "function", [lambda params: {}, lambda params, key: {}, lambda a, b, c, d: {}, lambda *, a: {}]
+)
 def test_a_function_of_other_arguments_is_refused_before_a_step(tmp_path, function):
-    with pytest.raises(ConfigError, match=r"the training split is called as \(params, key, step\) -> .*, but "):
+    with pytest.raises(
+        ConfigError, match=r"the training split is called as \(params, key, step\) -> .*, but "
+    ):
         loop.train(replace(TINY, data=Data(function)), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_validation_split_stays_a_sequence():
     data = SimpleNamespace(open=lambda model: Dataset([], drawn, digest=""))
-    with pytest.raises(ConfigError, match="the validation split is a function; only the training split may be"):
+    with pytest.raises(
+        ConfigError, match="the validation split is a function; only the training split may be"
+    ):
         batching.open_dataset(data, MODEL)
 
 
 def test_what_needs_a_sequence_of_examples_refuses_in_one_line():
     dataset = Data().open(MODEL)
-    with pytest.raises(ConfigError, match=r"data.sources\[0\] makes its batches of the state \(drawn\); it cannot be mixed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.sources\[0\] makes its batches of the state \(drawn\); it cannot be mixed",
+    ):
         batching.open_dataset(Mixed(((1, Data()), (1, Data()))), MODEL)
-    with pytest.raises(ConfigError, match="the training batches are made of the state; this needs a sequence"):
+    with pytest.raises(
+        ConfigError, match="the training batches are made of the state; this needs a sequence"
+    ):
         batching.batches(dataset.train, B, 0)
     with pytest.raises(ConfigError, match="plan: the training batches are made of the state"):
         abstract_batch(TINY)
@@ -255,7 +311,10 @@ def test_a_bad_step_is_made_again_of_the_state_that_was_kept(tmp_path, caplog):
     bad = replace(TINY, data=Data(spoilt), steps=9, max_skipped=3)
     with pytest.raises(NonFinite):
         loop.train(bad, tmp_path)
-    assert "batch: weights is not finite" in caplog.text and "its examples: made of the state" in caplog.text
+    assert (
+        "batch: weights is not finite" in caplog.text
+        and "its examples: made of the state" in caplog.text
+    )
     (folder,) = tmp_path.glob("tiny-*")
     again = replay(Run(RunFolder(epath.Path(folder)), bad))
     assert again["step"] == 4 and again["examples"] == "made of the state"
@@ -264,9 +323,18 @@ def test_a_bad_step_is_made_again_of_the_state_that_was_kept(tmp_path, caplog):
 
 def test_a_batch_may_hold_arrays_of_the_device():
     """They come to the host once, whatever they lie on."""
-    made = StepBatches(lambda params, key, step: {"x": jnp.arange(4.0) + step, "y": [1, 2, 3, 4]}, 4, 0, lambda tree: tree)
+    made = StepBatches(
+        lambda params, key, step: {"x": jnp.arange(4.0) + step, "y": [1, 2, 3, 4]},
+        4,
+        0,
+        lambda tree: tree,
+    )
     batch = made(2)
-    assert isinstance(batch["x"], np.ndarray) and batch["x"].tolist() == [2, 3, 4, 5] and batch["y"].tolist() == [1, 2, 3, 4]
+    assert (
+        isinstance(batch["x"], np.ndarray)
+        and batch["x"].tolist() == [2, 3, 4, 5]
+        and batch["y"].tolist() == [1, 2, 3, 4]
+    )
 
 
 def test_processes_that_make_other_batches_are_told(monkeypatch):
@@ -274,10 +342,17 @@ def test_processes_that_make_other_batches_are_told(monkeypatch):
     split = partial(lambda params, key, step: {"x": np.arange(4)})
     made = StepBatches(split, 4, 0, lambda tree: tree)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr("jaxformer.runs.batches.processes.all_gather_object", lambda value, what: [value, "another"])
-    with pytest.raises(ConfigError, match="process 1 made another batch of step 7 than process 0; draw only from `key`"):
+    monkeypatch.setattr(
+        "jaxformer.runs.batches.processes.all_gather_object", lambda value, what: [value, "another"]
+    )
+    with pytest.raises(
+        ConfigError,
+        match="process 1 made another batch of step 7 than process 0; draw only from `key`",
+    ):
         made(7)
-    monkeypatch.setattr("jaxformer.runs.batches.processes.all_gather_object", lambda value, what: [value, value])
+    monkeypatch.setattr(
+        "jaxformer.runs.batches.processes.all_gather_object", lambda value, what: [value, value]
+    )
     assert made(7)["x"].tolist() == [0, 1, 2, 3]
 
 
@@ -304,9 +379,14 @@ def test_processes_sample_as_one_does(tmp_path):
 @pytest.mark.slow
 def test_processes_that_sample_other_batches_stop_in_one_line(tmp_path):
     page = harness.read_page("data-from-the-model")["count"].replace('name="count"', 'name="tiny"')
-    page = "import jax\n" + page.replace("rewards = np.array(", "rewards = jax.process_index() + np.array(")
+    page = "import jax\n" + page.replace(
+        "rewards = np.array(", "rewards = jax.process_index() + np.array("
+    )
     (tmp_path / "experiments").mkdir(parents=True)
     (tmp_path / "experiments" / "tiny.py").write_text(page)
     with Pod(2, "--steps=4", "--mesh.data=-1", folder=tmp_path) as pod:
         assert set(pod.codes().values()) == {2}
-        assert "process 1 made another batch of step 0 than process 0; draw only from `key`" in pod.said(0)
+        assert (
+            "process 1 made another batch of step 0 than process 0; draw only from `key`"
+            in pod.said(0)
+        )

@@ -1,6 +1,8 @@
-"""A run that version 0.1.0 wrote on 2026-11-23. Every later version must open it, and compute what it computed.
+"""A run that version 0.1.0 wrote on 2026-11-23. Every later version must open it, and compute what
+it computed.
 
-`python tests/runs/test_golden_run.py FOLDER` writes another one: beside this one, never in its place.
+`python tests/runs/test_golden_run.py FOLDER` writes another one: beside this one, never in its
+place.
 """
 
 import contextlib
@@ -20,7 +22,9 @@ from jaxformer.runs.manifest import fingerprints
 from tests.tiny import EXPERIMENT, furnish
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden_run"
-FILE = EXPERIMENT.replace("num_layers=1, d_model=16", "num_layers=2, d_model=8").replace("steps=6", "ema_decay=0.9, steps=6")
+FILE = EXPERIMENT.replace("num_layers=1, d_model=16", "num_layers=2, d_model=8").replace(
+    "steps=6", "ema_decay=0.9, steps=6"
+)
 # float32 on another machine: sums in another order, through two layers
 TOLERANCE = 2e-5
 
@@ -46,7 +50,9 @@ def test_every_number_of_the_golden_checkpoint_is_what_it_was(folder):
     """The fingerprints were written down outside of the checkpoint, too."""
     run = open_run(folder, trust=True)
     assert run.checkpoint[0] == 6
-    assert fingerprints(jax.tree.leaves(run.params)) == json.loads((GOLDEN.parent / "golden_run.json").read_text())
+    assert fingerprints(jax.tree.leaves(run.params)) == json.loads(
+        (GOLDEN.parent / "golden_run.json").read_text()
+    )
 
 
 @pytest.mark.thorough
@@ -59,7 +65,10 @@ def test_the_golden_run_goes_on(folder, capsys):
     shutil.rmtree(path / "checkpoints" / "6")
     assert cli.main(["train", "tiny"]) == 0
     assert "resuming after step 4" in capsys.readouterr().out
-    lines = [[json.loads(line) for line in text.splitlines()] for text in ((path / "metrics.jsonl").read_text(), record)]
+    lines = [
+        [json.loads(line) for line in text.splitlines()]
+        for text in ((path / "metrics.jsonl").read_text(), record)
+    ]
     losses = [[line.get("loss", line.get("validation_loss")) for line in found] for found in lines]
     np.testing.assert_allclose(*losses, rtol=TOLERANCE)
 

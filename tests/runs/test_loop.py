@@ -1,4 +1,5 @@
-"""The loop: one trace of the step, whatever happens between steps; what is decided by the seed alone."""
+"""The loop: one trace of the step, whatever happens between steps; what is decided by the seed
+alone."""
 
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ from jaxformer.decoding import round_to_int8
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
 from jaxformer.models.adaptation import Lora
-from jaxformer.runs import checkpoint, checks, loop
+from jaxformer.runs import checkpoint, checks, loop, placement
 from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.run import Run, evaluator, open_run
 from jaxformer.runs.run_folder import RunFolder
@@ -26,7 +27,9 @@ from jaxformer.training.step import init_state, make_train_step
 
 TINY = Experiment(
     name="tiny",
-    model=ModelConfig(vocab_size=17, num_layers=1, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1),
+    model=ModelConfig(
+        vocab_size=17, num_layers=1, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1
+    ),
     data=Reverse(),
     steps=5,
     batch_size=4,
@@ -49,7 +52,7 @@ def test_a_run_traces_its_step_once(tmp_path, monkeypatch):
 
         return step
 
-    monkeypatch.setattr(loop, "make_train_step", once)
+    monkeypatch.setattr(placement, "make_train_step", once)
     assert loop.train(TINY, tmp_path).validation["loss"] > 0
 
 
@@ -66,7 +69,8 @@ class Moody:
 
 @pytest.mark.thorough
 def test_a_score_that_there_is_not_costs_no_step(tmp_path):
-    """The step that could not be ranked is saved: corrected, the run ends as one without the mistake."""
+    """The step that could not be ranked is saved: corrected, the run ends as one without the
+    mistake."""
     good = replace(TINY, checkpoints=Checkpoints(every=100))
     bad = replace(good, metrics=(Moody(),), checkpoints=Checkpoints(every=100, best="mood"))
     with pytest.raises(ConfigError, match=r"checkpoints\.best='mood'"):
@@ -98,11 +102,16 @@ def test_a_step_keeps_the_form_of_its_state():
 @pytest.mark.thorough
 def test_equal_seeds_give_equal_runs(tmp_path):
     folders = [loop.train(TINY, tmp_path / name).folder for name in ("one", "two")]
-    with pytest.raises(ConfigError, match="no copy of its experiment"):  # it was trained from Python
+    with pytest.raises(
+        ConfigError, match="no copy of its experiment"
+    ):  # it was trained from Python
         open_run(folders[0])
     assert len({(folder / "metrics.jsonl").read_text() for folder in folders}) == 1
     other = loop.train(replace(TINY, seed=1), tmp_path / "one").folder
-    assert other != folders[0] and (other / "metrics.jsonl").read_text() != (folders[0] / "metrics.jsonl").read_text()
+    assert (
+        other != folders[0]
+        and (other / "metrics.jsonl").read_text() != (folders[0] / "metrics.jsonl").read_text()
+    )
 
 
 @pytest.mark.thorough
@@ -135,26 +144,46 @@ def test_a_function_gives_the_first_parameters(tmp_path):
 def test_8_bits_of_an_adaptation_are_those_of_the_merged_weights(tmp_path):
     model = replace(TINY.model, dropout_rate=0.0, init_std=0.5)
     tuned = replace(
-        TINY, model=model, adaptation=Lora(rank=2), initial=params.init, optimizer=AdamW(0.1), schedule=Constant()
-    )  # fmt: skip
+        TINY,
+        model=model,
+        adaptation=Lora(rank=2),
+        initial=params.init,
+        optimizer=AdamW(0.1),
+        schedule=Constant(),
+    )
     result = loop.train(tuned, tmp_path)
-    run, merged, dataset = Run(RunFolder(result.folder), tuned), replace(tuned, adaptation=None), checks.open_data(tuned)
+    run, merged, dataset = (
+        Run(RunFolder(result.folder), tuned),
+        replace(tuned, adaptation=None),
+        checks.open_data(tuned),
+    )
     scores = run.evaluate(int8=True)
     rounded = round_to_int8(models.spec(model), run.params)
     expected = evaluator(merged, build(merged), dataset)(rounded, whole=True)["loss"]
-    assert scores["int8_loss"] == pytest.approx(expected, rel=1e-6) != pytest.approx(scores["loss"], rel=1e-6)
+    assert (
+        scores["int8_loss"]
+        == pytest.approx(expected, rel=1e-6)
+        != pytest.approx(scores["loss"], rel=1e-6)
+    )
     assert scores["loss"] == pytest.approx(result.validation["loss"], rel=1e-6)
 
 
 def test_the_work_of_a_step_is_that_of_all_its_positions():
-    """Of a classified image one position has a label; of a masked text few have weight: all of them are multiplied."""
+    """Of a classified image one position has a label; of a masked text few have weight: all of them
+    are multiplied."""
     found = loop.seconds_at_peak(TINY, 2, "TPU v4", 8, None)
     assert found == cost.training_flops(TINY.model, 8) * 4 * 8 / (2 * cost.CHIPS["TPU v4"].peak)
     images = replace(TINY, model=zoo.PRESETS["vit_base"], batch_size=8)
-    found = loop.seconds_at_peak(images, 1, "TPU v4", *row_lengths(images, {"images": None})) * cost.CHIPS["TPU v4"].peak
+    found = (
+        loop.seconds_at_peak(images, 1, "TPU v4", *row_lengths(images, {"images": None}))
+        * cost.CHIPS["TPU v4"].peak
+    )
     assert found == pytest.approx(8 * 6 * 17.58e9, rel=0.01)  # multiply-adds of an image
     pair = replace(TINY, model=zoo.PRESETS["t5_small"])
-    assert row_lengths(pair, {"my_source": None, "my_target": None}) == (512, 512)  # a user's data may have other names
+    assert row_lengths(pair, {"my_source": None, "my_target": None}) == (
+        512,
+        512,
+    )  # a user's data may have other names
 
 
 @pytest.mark.thorough
@@ -165,7 +194,12 @@ def test_weights_of_hugging_face_are_a_beginning(tmp_path):
     model = replace(TINY.model, dropout_rate=0.0, init_std=0.3)
     weights = models.init(model, jax.random.key(7))
     families.save(tmp_path / "weights", families.Checkpoint(model, weights))
-    tuned = replace(TINY, model=model, initial=str(tmp_path / "weights"), schedule=lambda experiment: lambda step: 0.0)
+    tuned = replace(
+        TINY,
+        model=model,
+        initial=str(tmp_path / "weights"),
+        schedule=lambda experiment: lambda step: 0.0,
+    )
     run = loop.train(replace(tuned, steps=1), tmp_path)
     recipe = build(replace(tuned, steps=1))
     dataset = checks.open_data(tuned)
@@ -177,7 +211,9 @@ def test_data_with_more_tokens_than_the_model_are_refused_of_a_pair_too():
     few = replace(TINY.model, vocab_size=16)
     pair = models.EncoderDecoder(encoder=replace(few, heads=()), decoder=few)
     for model, data in ((few, Reverse()), (pair, Reverse(form="pair"))):
-        with pytest.raises(ConfigError, match="vocab_size=16 is too small: the data have 17 tokens"):
+        with pytest.raises(
+            ConfigError, match="vocab_size=16 is too small: the data have 17 tokens"
+        ):
             checks.open_data(replace(TINY, model=model, data=data))
 
 
@@ -185,7 +221,9 @@ def test_data_with_more_tokens_than_the_model_are_refused_of_a_pair_too():
 def test_a_process_killed_in_a_save_costs_at_most_the_interval(every):
     """The save before the one that was killed is complete: Manager.save waits for it."""
     saves = [0, *(done for done in range(1, 401) if loop.saves_after(done, every))]
-    assert all(later - earlier <= max(every, 2) for earlier, later in zip(saves, saves[2:], strict=False))
+    assert all(
+        later - earlier <= max(every, 2) for earlier, later in zip(saves, saves[2:], strict=False)
+    )
     assert set(range(every, 401, every)) <= set(saves)
 
 
@@ -209,5 +247,9 @@ def test_a_report_that_fails_is_dropped_with_one_warning(wrapped, caplog):
         return 2 // (2 - number)
 
     report = BestEffort(wrapped(draw))
-    assert [report(number) for number in range(5)] == [1, 2, None, None, None] and calls == [0, 1, 2]
+    assert [report(number) for number in range(5)] == [1, 2, None, None, None] and calls == [
+        0,
+        1,
+        2,
+    ]
     assert caplog.text.count("failed: ZeroDivisionError") == 1 and "draw" in caplog.text

@@ -16,7 +16,9 @@ import jax, jax.numpy as jnp
 from jaxformer.runs import memory
 
 memory.keep()
-double = jax.jit(lambda x: jnp.sort(x * 2)[::-1].sum() + jnp.sort(x * 3).sum())  # 0.1 GB of temporaries
+double = jax.jit(
+    lambda x: jnp.sort(x * 2)[::-1].sum() + jnp.sort(x * 3).sum()
+)  # 0.1 GB of temporaries
 x = jnp.ones(1 << 24)
 counts = []
 for _ in range(5):
@@ -27,10 +29,15 @@ print(counts[-1] - counts[-2])
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(memory._of_glibc("mallopt") is None, reason="the memory is kept by glibc's malloc")
+@pytest.mark.skipif(
+    memory._of_glibc("mallopt") is None, reason="the memory is kept by glibc's malloc"
+)
 def test_a_repeated_program_faults_in_no_memory():
-    """A program with 0.1 GB of temporaries would fault in 25,000 pages of 4 KiB at each call if they were given back."""
-    done = subprocess.run([sys.executable, "-c", REPEATED], capture_output=True, text=True, check=True)
+    """A program with 0.1 GB of temporaries would fault in 25,000 pages of 4 KiB at each call if
+    they were given back."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPEATED], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 1000
 
 
@@ -38,7 +45,9 @@ def test_a_repeated_program_faults_in_no_memory():
     "platforms, plugins, expected",
     [("cpu", ["cuda"], True), ("cuda,cpu", [], False), (None, [], True), (None, ["cuda"], False)],
 )
-def test_one_heap_is_for_processes_that_can_only_use_the_cpu(monkeypatch, platforms, plugins, expected):
+def test_one_heap_is_for_processes_that_can_only_use_the_cpu(
+    monkeypatch, platforms, plugins, expected
+):
     config = SimpleNamespace(values={"jax_platforms": platforms})
     monkeypatch.setattr(memory, "jax", SimpleNamespace(config=config))
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: plugins)

@@ -1,4 +1,5 @@
-"""One run, whatever it runs on: the same losses on one device and on eight, and from one mesh on to another."""
+"""One run, whatever it runs on: the same losses on one device and on eight, and from one mesh on to
+another."""
 
 import json
 from dataclasses import replace
@@ -21,7 +22,9 @@ from jaxformer.zoo.reversible import Reversible
 
 TINY = Experiment(
     name="tiny",
-    model=ModelConfig(vocab_size=24, num_layers=2, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1),
+    model=ModelConfig(
+        vocab_size=24, num_layers=2, d_model=16, num_heads=2, context_length=16, dropout_rate=0.1
+    ),
     data=Reverse(),
     steps=4,
     batch_size=8,
@@ -45,7 +48,13 @@ def alone(tmp_path_factory):
 @pytest.mark.slow  # what goes on on another mesh, below, shows as much
 @pytest.mark.parametrize(
     "mesh",
-    [Mesh(), Mesh(fsdp=4, tensor=2), Mesh(zero1=True), Mesh(fsdp=4, offload=True), Mesh(tensor=2, explicit=True)],
+    [
+        Mesh(),
+        Mesh(fsdp=4, tensor=2),
+        Mesh(zero1=True),
+        Mesh(fsdp=4, offload=True),
+        Mesh(tensor=2, explicit=True),
+    ],
     ids=["data", "fsdp tensor", "zero1", "fsdp offload", "tensor explicit"],
 )
 def test_a_mesh_trains_as_one_device_does(mesh, alone, tmp_path):
@@ -77,11 +86,16 @@ def test_a_run_goes_on_on_another_mesh(alone, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "other, text, said",
-    [(replace(TINY, eval_every=1), "", "eval_every: 1 -> 2"), (TINY, "# another", "its file, or one that it imports")],
+    [
+        (replace(TINY, eval_every=1), "", "eval_every: 1 -> 2"),
+        (TINY, "# another", "its file, or one that it imports"),
+    ],
 )
 def test_a_host_with_another_experiment_is_refused(other, text, said, monkeypatch, tmp_path):
     """Each would wait for what the other never does, such as an evaluation."""
-    monkeypatch.setattr(loop.processes, "first", lambda function, what: (config.describe(other), (text, [])))
+    monkeypatch.setattr(
+        loop.processes, "first", lambda function, what: (config.describe(other), (text, []))
+    )
     with pytest.raises(ConfigError, match=f"not that of process 0: {said}; give every host"):
         loop.train(TINY, tmp_path, config.Source("", "tiny.py", TINY))
     assert not list(tmp_path.iterdir())
@@ -97,7 +111,10 @@ def test_a_host_with_another_experiment_is_refused(other, text, said, monkeypatc
             dict(mesh=Mesh(stage=2), batch_size=12),
             "batch_size=12 does not divide among 4 devices .* in 2 micro-batches",
         ),
-        (dict(mesh=Mesh(stage=2, data=1), model=replace(TINY.model, stack=Reversible())), "has no pipeline"),
+        (
+            dict(mesh=Mesh(stage=2, data=1), model=replace(TINY.model, stack=Reversible())),
+            "has no pipeline",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(changes, said, tmp_path):
@@ -113,7 +130,9 @@ def test_a_run_on_a_mesh_begins_with_the_parameters_of_another_run(explicit, tmp
     source = loop.train(replace(first, seed=1), tmp_path / "source")
     mesh = Mesh(fsdp=2, tensor=2, data=1, explicit=explicit)
     result = loop.train(replace(first, initial=str(source.folder), mesh=mesh), tmp_path)
-    np.testing.assert_allclose(result.validation["loss"], source.validation["loss"], rtol=1e-6)  # the order of sums
+    np.testing.assert_allclose(
+        result.validation["loss"], source.validation["loss"], rtol=1e-6
+    )  # the order of sums
 
 
 @pytest.mark.thorough

@@ -1,4 +1,5 @@
-"""Where the answer of a model is no text, `generate` calls the data's own method, which gets the run, a key and its folder."""
+"""Where the answer of a model is no text, `generate` calls the data's own method, which gets the
+run, a key and its folder."""
 
 import contextlib
 import io
@@ -32,8 +33,13 @@ class Data:
 
 
 experiment = training.Experiment(
-    name="own", model=ModelConfig(vocab_size=9, num_layers=1, d_model=8, num_heads=2, context_length=8, dropout_rate=0.1),
-    data=Data(), steps=1, batch_size=4,
+    name="own",
+    model=ModelConfig(
+        vocab_size=9, num_layers=1, d_model=8, num_heads=2, context_length=8, dropout_rate=0.1
+    ),
+    data=Data(),
+    steps=1,
+    batch_size=4,
 )
 '''
 BODY = """
@@ -49,10 +55,13 @@ BODY = """
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a run of each of two experiments: one whose data read a prompt, and one that returns nothing."""
+    """A folder with a run of each of two experiments: one whose data read a prompt, and one that
+    returns nothing."""
     folder = tmp_path_factory.mktemp("own answers")
     (folder / "own.py").write_text(EXPERIMENT.format(parameter=", prompt=None", body=BODY))
-    silent = EXPERIMENT.format(parameter="", body="return None").replace('name="own"', 'name="silent"')
+    silent = EXPERIMENT.format(parameter="", body="return None").replace(
+        'name="own"', 'name="silent"'
+    )
     (folder / "silent.py").write_text(silent)
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         for name in ("own", "silent"):
@@ -73,7 +82,11 @@ def test_what_it_returns_is_printed_and_each_file_that_it_wrote_is_named_once(fo
         code, out, err = generate(folder, capsys, *options)
         draws = jax.random.bits(random_key(0), (4,)).tolist()
         path = run.relative_to(folder)
-        lines = [f"draws {draws}", f"{path}/b.txt", "0.0 ['embedding', 'final_norm', 'layers'] None 1"]
+        lines = [
+            f"draws {draws}",
+            f"{path}/b.txt",
+            "0.0 ['embedding', 'final_norm', 'layers'] None 1",
+        ]
         assert (code, out.splitlines()) == (0, [*lines, f"wrote {path}/figures/mine/a.txt"]), err
         assert (run / "b.txt").read_text() == written
 
@@ -96,11 +109,27 @@ def test_a_file_that_was_there_and_is_left_is_not_named(folder, capsys):
 @pytest.mark.parametrize(
     ("options", "name", "said"),
     [
-        (["--temperature=0.5"], "own", "generate: --temperature: chooses how a text is written, but the data of this run"),
-        (["--top-k=3", "--tokens=4"], "own", "generate: --tokens, --top-k: chooses how a text is written"),
-        (["--prompts=a", "--out=b"], "own", "generate: --prompts, --out: chooses how a text is written"),
+        (
+            ["--temperature=0.5"],
+            "own",
+            "generate: --temperature: chooses how a text is written, but the data of this run",
+        ),
+        (
+            ["--top-k=3", "--tokens=4"],
+            "own",
+            "generate: --tokens, --top-k: chooses how a text is written",
+        ),
+        (
+            ["--prompts=a", "--out=b"],
+            "own",
+            "generate: --prompts, --out: chooses how a text is written",
+        ),
         (["--stop=x"], "own", "generate: --stop: chooses how a text is written"),
-        (["--prompt=a"], "silent", "generate: --prompt: the data of this run make answers without one; leave it out"),
+        (
+            ["--prompt=a"],
+            "silent",
+            "generate: --prompt: the data of this run make answers without one; leave it out",
+        ),
         (["--model.d-model=16"], "own", "only --mesh."),
     ],
 )
@@ -113,17 +142,28 @@ def test_a_run_says_how_to_ask_it(folder, capsys):
     with contextlib.chdir(folder):
         assert cli.main(["train", "own.py"]) == 0
     (run,) = (folder / "runs").glob("own-*")
-    assert capsys.readouterr().out.rstrip().endswith(f"; python -m jaxformer generate runs/{run.name}")
+    assert (
+        capsys.readouterr().out.rstrip().endswith(f"; python -m jaxformer generate runs/{run.name}")
+    )
 
 
 def test_data_without_the_method_are_told_of_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    body = EXPERIMENT.format(parameter="", body="return None").replace("def generate(", "def another(")
+    body = EXPERIMENT.format(parameter="", body="return None").replace(
+        "def generate(", "def another("
+    )
     Path("own.py").write_text(body)
     assert cli.main(["train", "own.py"]) == 0
     assert "generate" not in capsys.readouterr().out
     code, _, err = generate(tmp_path, capsys, "--prompt=a")
-    assert code == 2 and "has no tokenizer, so there is no text to continue; its data may have a method generate(run" in err
+    assert (
+        code == 2
+        and (
+            "has no tokenizer, so there is no text to continue; its data may have a method "
+            "generate(run"
+        )
+        in err
+    )
     code, _, err = generate(tmp_path, capsys)
     assert code == 2 and "give --prompt TEXT" in err
     (run,) = (tmp_path / "runs").glob("own-*")
@@ -133,7 +173,14 @@ def test_data_without_the_method_are_told_of_it(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("answer", "listed"),
-    [(None, []), ("text", ["text"]), (3, [3]), (["a", "b"], ["a", "b"]), (Path("a"), [Path("a")]), (iter("ab"), ["a", "b"])],
+    [
+        (None, []),
+        ("text", ["text"]),
+        (3, [3]),
+        (["a", "b"], ["a", "b"]),
+        (Path("a"), [Path("a")]),
+        (iter("ab"), ["a", "b"]),
+    ],
 )
 def test_an_answer_is_a_list(answer, listed):
     assert own_answers.in_a_list(answer) == listed

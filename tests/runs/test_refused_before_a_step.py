@@ -1,4 +1,5 @@
-"""What is refused, or asked, before the first step: axes, ranks, questions; what a run says of its checkpoints."""
+"""What is refused, or asked, before the first step: axes, ranks, questions; what a run says of its
+checkpoints."""
 
 import json
 from dataclasses import replace
@@ -25,9 +26,14 @@ from jaxformer.zoo import PRESETS
 
 MODEL = ModelConfig(vocab_size=9, num_layers=1, d_model=8, num_heads=2, context_length=8)
 TINY = Experiment(
-    name="tiny", model=MODEL, data=Copy(vocab_size=8, length=4, examples=16, validation_examples=4), steps=2, batch_size=4,
-    eval_every=1, checkpoints=Checkpoints(every=1),
-)  # fmt: skip
+    name="tiny",
+    model=MODEL,
+    data=Copy(vocab_size=8, length=4, examples=16, validation_examples=4),
+    steps=2,
+    batch_size=4,
+    eval_every=1,
+    checkpoints=Checkpoints(every=1),
+)
 
 
 def never(*_, **__):
@@ -41,7 +47,9 @@ def mixer_of(*axes):
     """A mixer whose only matrix has these axes."""
 
     def mixer(config):
-        spec = {"kernel": Spec((config.d_model,) * 2, axes, jax.nn.initializers.normal(0.1), ("embed",))}
+        spec = {
+            "kernel": Spec((config.d_model,) * 2, axes, jax.nn.initializers.normal(0.1), ("embed",))
+        }
         return Mixer(spec, lambda params, x, context: MixerOutput(x @ params["kernel"]))
 
     return mixer
@@ -55,8 +63,12 @@ def test_an_axis_that_no_rule_knows_is_refused_by_name(tmp_path, monkeypatch, me
     with pytest.raises(ConfigError) as raised:
         loop.train(wrong, tmp_path)
     line = str(raised.value)
-    assert line.startswith("parameter layers/attention/kernel: unknown axis 'emb' in its axes ('layers', 'emb', None)")
-    assert f"expected one of {', '.join(sharding.AXES)}, or None" in line and line.endswith("; did you mean embed?")
+    assert line.startswith(
+        "parameter layers/attention/kernel: unknown axis 'emb' in its axes ('layers', 'emb', None)"
+    )
+    assert f"expected one of {', '.join(sharding.AXES)}, or None" in line and line.endswith(
+        "; did you mean embed?"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -71,7 +83,10 @@ def test_a_run_that_began_with_such_an_axis_goes_on(tmp_path, caplog):
     assert "unknown axis 'emb'" in caplog.text
 
 
-@given(st.lists(st.sampled_from([*sharding.AXES, None]), max_size=4), st.text("abcdefgh_", min_size=1, max_size=9))
+@given(
+    st.lists(st.sampled_from([*sharding.AXES, None]), max_size=4),
+    st.text("abcdefgh_", min_size=1, max_size=9),
+)
 def test_every_name_of_the_tables_is_known_and_no_other_is(axes, other):
     def tree(*axes):
         return {"layers": {"kernel": Spec((1,) * len(axes), axes, jax.nn.initializers.zeros)}}
@@ -107,10 +122,26 @@ class Score:
     [
         ("los", (), "an evaluation here gives loss, perplexity, bits, accuracy"),
         ("-mien", (Score("mine"),), "an evaluation here gives loss"),
-        ("late", (Score("late", only_final=True),), "Score scores at the end alone, unless only_final=False"),
-        ("late", (Score("mine"), Score("late", only_final=True)), "Score scores at the end alone, unless only_final=False"),
-        ("late", (Score("late", only_final=True, check=["late"]),), "Score scores at the end alone, unless only_final=False"),
-        ("mine", (Score("mine", check=["other"]),), "an evaluation here gives loss, perplexity, bits, accuracy, other"),
+        (
+            "late",
+            (Score("late", only_final=True),),
+            "Score scores at the end alone, unless only_final=False",
+        ),
+        (
+            "late",
+            (Score("mine"), Score("late", only_final=True)),
+            "Score scores at the end alone, unless only_final=False",
+        ),
+        (
+            "late",
+            (Score("late", only_final=True, check=["late"]),),
+            "Score scores at the end alone, unless only_final=False",
+        ),
+        (
+            "mine",
+            (Score("mine", check=["other"]),),
+            "an evaluation here gives loss, perplexity, bits, accuracy, other",
+        ),
     ],
 )
 def test_a_rank_that_no_evaluation_makes_is_refused(tmp_path, monkeypatch, best, metrics, said):
@@ -122,10 +153,17 @@ def test_a_rank_that_no_evaluation_makes_is_refused(tmp_path, monkeypatch, best,
 
 @pytest.mark.thorough
 def test_a_run_says_by_which_score_it_ranks_its_checkpoints(tmp_path, capsys):
-    ranked = replace(TINY, metrics=(Score("mine"),), checkpoints=Checkpoints(every=1, keep_latest=3, best="-mine"))
+    ranked = replace(
+        TINY,
+        metrics=(Score("mine"),),
+        checkpoints=Checkpoints(every=1, keep_latest=3, best="-mine"),
+    )
     folder = loop.train(ranked, tmp_path).folder
     said = capsys.readouterr().out
-    assert "checkpoints: every 1 steps, of which the last 3 are kept, and the 1 of highest mine\n" in said
+    assert (
+        "checkpoints: every 1 steps, of which the last 3 are kept, and the 1 of highest mine\n"
+        in said
+    )
     for step in checkpoint.steps(folder / "checkpoints"):
         found = checkpoint_reader.read_manifest(folder / "checkpoints" / str(step))
         assert found["score"].startswith("-mine of 4 examples") and found["metric"] == -1.0
@@ -135,7 +173,10 @@ def test_a_run_says_by_which_score_it_ranks_its_checkpoints(tmp_path, capsys):
     ("saves", "said"),
     [
         (Checkpoints(), "every 500 steps, of which the last 2 are kept, and the 1 of lowest loss"),
-        (Checkpoints(best="-bleu", keep_best=3), "every 500 steps, of which the last 2 are kept, and the 3 of highest bleu"),
+        (
+            Checkpoints(best="-bleu", keep_best=3),
+            "every 500 steps, of which the last 2 are kept, and the 3 of highest bleu",
+        ),
         (Checkpoints(keep_best=0), "every 500 steps, of which the last 2 are kept"),
     ],
 )
@@ -155,7 +196,13 @@ class Asked:
     def open(self, model):
         dataset = TINY.data.open(model)
         validation = Split(dataset.validation, self.questions)
-        return Dataset(dataset.train, validation, dataset.digest, vocab_size=9, tokenizer=Characters("0123456|"))
+        return Dataset(
+            dataset.train,
+            validation,
+            dataset.digest,
+            vocab_size=9,
+            tokenizer=Characters("0123456|"),
+        )
 
     def question(self, model, tokenizer, text):
         assert text, "asked of an empty text"
@@ -193,7 +240,11 @@ def test_no_question_is_asked_of_an_empty_text(tmp_path, questions, prompt):
     assert checks.can_sample(experiment, dataset) == samples
     if samples:
         text = sample_text(experiment, models.init(MODEL, jax.random.key(0)), dataset)
-        assert text.endswith("(the answer in the data: 123)") if prompt is None else text.startswith("12")
+        assert (
+            text.endswith("(the answer in the data: 123)")
+            if prompt is None
+            else text.startswith("12")
+        )
     assert set(data.texts) == ({"12"} if prompt else set())
 
 
@@ -207,7 +258,9 @@ def test_an_empty_prompt_is_refused(data):
 def test_a_first_question_that_leaves_no_room_is_refused_before_a_step(tmp_path):
     long = Asked((Question([0] * 8, ""),))
     experiment = replace(TINY, data=long)
-    with pytest.raises(ConfigError, match=r"sample\.prompt is 8 tokens, no room in 8 learned positions"):
+    with pytest.raises(
+        ConfigError, match=r"sample\.prompt is 8 tokens, no room in 8 learned positions"
+    ):
         checks.check(experiment, build(experiment), None, run_folder(experiment, tmp_path))
 
 

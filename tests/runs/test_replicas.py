@@ -1,4 +1,5 @@
-"""A device that computes wrong in silence: one bit of one copy of a parameter, flipped in a device's memory."""
+"""A device that computes wrong in silence: one bit of one copy of a parameter, flipped in a
+device's memory."""
 
 import ctypes
 
@@ -20,9 +21,13 @@ def state_on(mesh):
     put = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))
     whole, split = jax.random.normal(jax.random.key(0), (8, 16)), jnp.arange(32.0).reshape(8, 4)
     return {
-        "copied": put(whole, P()), "split": put(whole + 1, P("data", "fsdp")), "partly": put(split, P(None, "fsdp")),
-        "half": put(whole.astype(jnp.bfloat16), P("data")), "step": put(jnp.int32(7), P()), "key": put(jax.random.key(1), P()),
-    }  # fmt: skip
+        "copied": put(whole, P()),
+        "split": put(whole + 1, P("data", "fsdp")),
+        "partly": put(split, P(None, "fsdp")),
+        "half": put(whole.astype(jnp.bfloat16), P("data")),
+        "step": put(jnp.int32(7), P()),
+        "key": put(jax.random.key(1), P()),
+    }
 
 
 def flip(leaf, device, byte=5, bit=3):
@@ -39,7 +44,9 @@ def test_equal_copies_pass(axis_type):
         check(mesh, state_on(mesh), 3)
 
 
-@pytest.mark.parametrize(("name", "device", "doubt"), [("copied", 5, False), ("partly", 2, True), ("half", 7, False)])
+@pytest.mark.parametrize(
+    ("name", "device", "doubt"), [("copied", 5, False), ("partly", 2, True), ("half", 7, False)]
+)
 def test_a_flipped_bit_names_the_leaf_and_the_device(name, device, doubt):
     mesh = mesh_of()
     state = jax.block_until_ready(state_on(mesh))
@@ -68,8 +75,13 @@ def test_a_part_without_copies_cannot_be_checked():
 
 
 def test_copies_of_pmap_are_compared_too():
-    state = jax.block_until_ready(pmap.replicate({"a": jnp.arange(6.0), "step": jnp.int32(3)}, jax.devices()))
+    state = jax.block_until_ready(
+        pmap.replicate({"a": jnp.arange(6.0), "step": jnp.int32(3)}, jax.devices())
+    )
     check_pmapped(state, 5)
     flip(state["a"], 4)
-    with pytest.raises(Diverged, match="before step 5, a on device 4 differs from its copies on devices 0, 1, 2, 3, 5, 6, 7"):
+    with pytest.raises(
+        Diverged,
+        match="before step 5, a on device 4 differs from its copies on devices 0, 1, 2, 3, 5, 6, 7",
+    ):
         check_pmapped(state, 5)

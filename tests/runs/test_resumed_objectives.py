@@ -1,4 +1,5 @@
-"""Each objective that draws at random, or reads more than tokens, is stopped and resumed to the same bits."""
+"""Each objective that draws at random, or reads more than tokens, is stopped and resumed to the
+same bits."""
 
 import shutil
 import signal
@@ -13,7 +14,13 @@ import pytest
 
 from jaxformer.data.sources import Dataset
 from jaxformer.masks import causal, full, prefix
-from jaxformer.models import Classification, EncoderDecoder, LanguageModel, ModelConfig, TokenClassification
+from jaxformer.models import (
+    Classification,
+    EncoderDecoder,
+    LanguageModel,
+    ModelConfig,
+    TokenClassification,
+)
 from jaxformer.runs import loop
 from jaxformer.training import (
     Checkpoints,
@@ -29,24 +36,43 @@ from jaxformer.zoo.performer import Performer
 from jaxformer.zoo.reformer import Reformer
 
 STACK = ModelConfig(40, 1, 8, 2, context_length=16, masks=(full(),), dropout_rate=0.1)
-PAIR = EncoderDecoder(replace(STACK, heads=(), context_length=20), replace(STACK, masks=(causal(),)))
+PAIR = EncoderDecoder(
+    replace(STACK, heads=(), context_length=20), replace(STACK, masks=(causal(),))
+)
 CASES = {
     "masked": (STACK, MaskedTokens(30), {}),
     "next sentence": (
         replace(STACK, heads=(LanguageModel(), Classification(2, name="next_sentence"))),
-        NextSentence(MaskedTokens(30)), {"labels": ((), 2)},
+        NextSentence(MaskedTokens(30)),
+        {"labels": ((), 2)},
     ),
-    "prefix": (replace(STACK, masks=(causal() | prefix(4),)), PrefixLanguageModel(4), {"labels": ((16,), 30)}),
+    "prefix": (
+        replace(STACK, masks=(causal() | prefix(4),)),
+        PrefixLanguageModel(4),
+        {"labels": ((16,), 30)},
+    ),
     "corrupted spans": (PAIR, SpanCorruption(39, 30), {}),
     "answers": (
-        replace(STACK, heads=(TokenClassification(2),)), SpanCrossEntropy(), {"labels": ((2,), 16), "passage": ((16,), (1, 2))},
+        replace(STACK, heads=(TokenClassification(2),)),
+        SpanCrossEntropy(),
+        {"labels": ((2,), 16), "passage": ((16,), (1, 2))},
     ),
-    "classes": (replace(STACK, heads=(Classification(3),)), ClassCrossEntropy(), {"labels": ((), 3)}),
+    "classes": (
+        replace(STACK, heads=(Classification(3),)),
+        ClassCrossEntropy(),
+        {"labels": ((), 3)},
+    ),
     "drawn constants": (
-        replace(STACK, heads=(Classification(3),), mixer=(Performer(features=8), Reformer(chunk=4)), num_layers=2),
-        ClassCrossEntropy(), {"labels": ((), 3)},
+        replace(
+            STACK,
+            heads=(Classification(3),),
+            mixer=(Performer(features=8), Reformer(chunk=4)),
+            num_layers=2,
+        ),
+        ClassCrossEntropy(),
+        {"labels": ((), 3)},
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -83,10 +109,18 @@ class Rows:
 def experiment_of(name, steps, every):
     model, objective, others = CASES[name]
     return Experiment(
-        name="resumed", model=model, objective=objective, steps=steps, batch_size=8, log_every=1, eval_every=steps,
-        data=Random(tuple(others.items()), isinstance(objective, SpanCrossEntropy | ClassCrossEntropy)),
+        name="resumed",
+        model=model,
+        objective=objective,
+        steps=steps,
+        batch_size=8,
+        log_every=1,
+        eval_every=steps,
+        data=Random(
+            tuple(others.items()), isinstance(objective, SpanCrossEntropy | ClassCrossEntropy)
+        ),
         checkpoints=Checkpoints(every=every, keep_latest=3),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.thorough
@@ -103,7 +137,10 @@ def test_a_run_resumed_in_the_middle_ends_as_it_did(name, tmp_path, capsys):
     assert "resuming after step 2" in capsys.readouterr().out
     assert (resumed.folder / "metrics.jsonl").read_text() == record and record.count("\n") >= 5
     assert whole.validation == resumed.validation and np.isfinite(whole.validation["loss"])
-    assert all(np.array_equal(one, other) for one, other in zip(state, saved(resumed.folder, experiment), strict=True))
+    assert all(
+        np.array_equal(one, other)
+        for one, other in zip(state, saved(resumed.folder, experiment), strict=True)
+    )
 
 
 CHILD = """
@@ -125,9 +162,16 @@ def test_a_run_killed_three_times_ends_as_it_did(name, tmp_path):
     (whole,) = (tmp_path / "whole").glob("resumed-*")
     rng = np.random.default_rng(0)
     for part in range(1, 4):
-        process = subprocess.Popen([*command, str(tmp_path / "killed")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "killed")],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         while process.poll() is None:
-            found = [file.read_text().count("\n") for file in (tmp_path / "killed").glob("resumed-*/metrics.jsonl")]
+            found = [
+                file.read_text().count("\n")
+                for file in (tmp_path / "killed").glob("resumed-*/metrics.jsonl")
+            ]
             if found and found[0] > 100 * part:
                 time.sleep(rng.uniform(0, 0.2))
                 process.kill()
@@ -145,6 +189,8 @@ def saved(folder, experiment, last=5):
     from jaxformer import models, params
     from jaxformer.runs import checkpoint_reader
 
-    step, tree, _ = checkpoint_reader.restore_params(folder / "checkpoints", params.abstract(models.spec(experiment.model)))
+    step, tree, _ = checkpoint_reader.restore_params(
+        folder / "checkpoints", params.abstract(models.spec(experiment.model))
+    )
     assert step == last
     return jax.tree.leaves(jax.device_get(tree))

@@ -1,4 +1,5 @@
-"""Names of runs: each is that of one folder, which the command `runs` finds, or is refused before anything is written."""
+"""Names of runs: each is that of one folder, which the command `runs` finds, or is refused before
+anything is written."""
 
 import os
 import random
@@ -19,15 +20,74 @@ from jaxformer.tools.analysis.report import file_name
 from jaxformer.training.experiment import LONGEST_NAME, _check_name
 
 REFUSED = [
-    "", " ", ".", "..", "...", "../x", "/abs", "a/b", "a\\b", "a\n", "\na", "a\nb", "a\rb", "-x", "--name", "~", "~root",
-    "a\0b", "\x1b[2J", "\x7f", "a\x85b", "a\u2028b", "a\u2029b", "\u202etxt", "a\u2066b", "\ufeffa", "a\u200bb", "\ud800", " a",
-    "a ", "\u3000a", "a\u00a0", "x" * (LONGEST_NAME + 1), "é" * (LONGEST_NAME // 2 + 1), "../../../etc/passwd", "a/../b", "\t",
-]  # fmt: skip
+    "",
+    " ",
+    ".",
+    "..",
+    "...",
+    "../x",
+    "/abs",
+    "a/b",
+    "a\\b",
+    "a\n",
+    "\na",
+    "a\nb",
+    "a\rb",
+    "-x",
+    "--name",
+    "~",
+    "~root",
+    "a\0b",
+    "\x1b[2J",
+    "\x7f",
+    "a\x85b",
+    "a\u2028b",
+    "a\u2029b",
+    "\u202etxt",
+    "a\u2066b",
+    "\ufeffa",
+    "a\u200bb",
+    "\ud800",
+    " a",
+    "a ",
+    "\u3000a",
+    "a\u00a0",
+    "x" * (LONGEST_NAME + 1),
+    "é" * (LONGEST_NAME // 2 + 1),
+    "../../../etc/passwd",
+    "a/../b",
+    "\t",
+]
 TAKEN = [
-    "quickstart", "a b", "火", "😀", "Été", ".hidden", "a.b", "a..b", "x" * LONGEST_NAME, "é" * (LONGEST_NAME // 2), "[a]*?",
-    "{a}", "'", '"', "$(id)", "`id`", "a;b", "a|b", "%s", "{0}", "<b>", "&amp;", "None", "2024", "*",
-    "می\u200cخواهم", "👩\u200d🔬", "runs",
-]  # fmt: skip
+    "quickstart",
+    "a b",
+    "火",
+    "😀",
+    "Été",
+    ".hidden",
+    "a.b",
+    "a..b",
+    "x" * LONGEST_NAME,
+    "é" * (LONGEST_NAME // 2),
+    "[a]*?",
+    "{a}",
+    "'",
+    '"',
+    "$(id)",
+    "`id`",
+    "a;b",
+    "a|b",
+    "%s",
+    "{0}",
+    "<b>",
+    "&amp;",
+    "None",
+    "2024",
+    "*",
+    "می\u200cخواهم",
+    "👩\u200d🔬",
+    "runs",
+]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -47,11 +107,14 @@ def written(experiment, runs):
 
 
 def test_every_run_that_can_be_made_is_found(tmp_path):
-    """Also what has its name: its figures, the table of its sweep, a file that is not yet complete."""
+    """Also what has its name: its figures, the table of its sweep, a file that is not yet
+    complete."""
     experiment = config.load("quickstart")
     made = [written(override(experiment, [f"--name={name}"]), tmp_path / "runs") for name in TAKEN]
     assert all(folder.path.parent == epath.Path(tmp_path / "runs") for folder in made)
-    assert {folder.path.name for folder in runs_of(None, tmp_path / "runs")} == {folder.path.name for folder in made}
+    assert {folder.path.name for folder in runs_of(None, tmp_path / "runs")} == {
+        folder.path.name for folder in made
+    }
     for name, folder in zip(TAKEN, made, strict=True):
         assert [found.path for found in runs_of(name, tmp_path / "runs")] == [folder.path]
         assert len(folder.path.name.splitlines()) == 1
@@ -61,9 +124,22 @@ def test_every_run_that_can_be_made_is_found(tmp_path):
 
 
 def test_names_drawn_from_all_letters(tmp_path):
-    """Whatever is taken makes one folder right below the folder of all runs, on one line of a list."""
+    """Whatever is taken makes one folder right below the folder of all runs, on one line of a
+    list."""
     numbers = random.Random(11)
-    letters = [chr(n) for n in [*range(0x250), *range(0x2000, 0x2070), 0x5C, 0x2F, 0x1F600, 0xFEFF, 0xD800, 0xE000]]
+    letters = [
+        chr(n)
+        for n in [
+            *range(0x250),
+            *range(0x2000, 0x2070),
+            0x5C,
+            0x2F,
+            0x1F600,
+            0xFEFF,
+            0xD800,
+            0xE000,
+        ]
+    ]
     for _ in range(3000):
         name = "".join(numbers.choices(letters, k=numbers.randrange(1, 8)))
         try:
@@ -74,9 +150,12 @@ def test_names_drawn_from_all_letters(tmp_path):
         path = tmp_path / f"{name}-01234567"
         path.mkdir(exist_ok=True)
         assert path.parent == tmp_path and path.resolve().parent == tmp_path.resolve()
-        assert len(f"{path}  2/2 steps".splitlines()) == 1 and not re.search("[\0-\x1f\x7f-\x9f]", name)
+        assert len(f"{path}  2/2 steps".splitlines()) == 1 and not re.search(
+            "[\0-\x1f\x7f-\x9f]", name
+        )
         assert not any(
-            unicodedata.bidirectional(letter) in ("LRO", "RLO", "LRE", "RLE", "PDF", "LRI", "RLI") for letter in name
+            unicodedata.bidirectional(letter) in ("LRO", "RLO", "LRE", "RLE", "PDF", "LRI", "RLI")
+            for letter in name
         )
 
 
@@ -88,11 +167,20 @@ def test_pictures_of_runs_with_long_names_have_names():
 
 
 def test_what_a_killed_trainer_began_to_write_is_removed(tmp_path):
-    """Nothing else: a report may be drawn at this moment, and a user's file may have such a name."""
+    """Nothing else: a report may be drawn at this moment, and a user's file may have such a
+    name."""
     folder = RunFolder(epath.Path(tmp_path))
     folder.samples.mkdir()
-    begun = [".config.json.0123456789abcdef.unfinished", "samples/.step-12.txt.0123456789abcdef.unfinished"]
-    others = [".report.html.0123456789abcdef.unfinished", ".config.json.unfinished", "config.json", "samples/step-12.txt"]
+    begun = [
+        ".config.json.0123456789abcdef.unfinished",
+        "samples/.step-12.txt.0123456789abcdef.unfinished",
+    ]
+    others = [
+        ".report.html.0123456789abcdef.unfinished",
+        ".config.json.unfinished",
+        "config.json",
+        "samples/step-12.txt",
+    ]
     for name in (*begun, *others):
         (tmp_path / name).touch()
     old = tmp_path / ".other-numbers.png.0123456789abcdef.unfinished"

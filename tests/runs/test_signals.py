@@ -23,7 +23,9 @@ with Signals() as signals:
 @pytest.mark.thorough
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_even_a_slow_save_at_once(which):
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(which)
         assert process.stdout.readline() == "stopping\n"
@@ -36,14 +38,19 @@ def test_the_second_signal_ends_even_a_slow_save_at_once(which):
 START = """
 import signal, sys, time
 from jaxformer import cli
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background has it ignored
+
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # a shell that starts the tests in the background has it ignored
 print("ready", flush=True)
 sys.exit(cli.run(lambda _: time.sleep(60), []))
 """
 
 
 def test_a_signal_at_a_start_is_one_line():
-    with subprocess.Popen([sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)

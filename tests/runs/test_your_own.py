@@ -1,4 +1,5 @@
-"""Whatever an experiment's file defines is trained, stopped, resumed to the same bits, and scored. The file is docs' own."""
+"""Whatever an experiment's file defines is trained, stopped, resumed to the same bits, and scored.
+The file is docs' own."""
 
 import json
 import os
@@ -20,7 +21,9 @@ from jaxformer.runs.metrics import Reporter
 from tests.joints.harness import install_wheel
 
 ROOT = Path(__file__).parents[2]
-OWN, PAIR = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "your-own-everything.md").read_text(), re.DOTALL)
+OWN, PAIR = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "your-own-everything.md").read_text(), re.DOTALL
+)
 FILES = {"own": OWN, "pair": PAIR}
 
 
@@ -38,7 +41,9 @@ def test_the_page_is_short():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_ones_own_is_trained_stopped_and_resumed_to_the_same_bits(name, tmp_path, monkeypatch, capsys):
+def test_a_file_of_ones_own_is_trained_stopped_and_resumed_to_the_same_bits(
+    name, tmp_path, monkeypatch, capsys
+):
     folders = tmp_path / "undisturbed", tmp_path / "stopped"
     for folder in folders:
         folder.mkdir()
@@ -68,7 +73,9 @@ def test_a_file_of_ones_own_is_trained_stopped_and_resumed_to_the_same_bits(name
         assert outcome(folders[0]) == outcome(folders[1])
         assert cli.main(["evaluate", name]) == 0
         scores = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert ("top3" in scores) == (name == "own") and scores["loss"] < 2.8  # ln 16 and ln 17 are those of guessing
+        assert ("top3" in scores) == (name == "own") and scores[
+            "loss"
+        ] < 2.8  # ln 16 and ln 17 are those of guessing
         (folders[1] / f"{name}.py").unlink()  # the run folder keeps a copy
         assert cli.main(["evaluate", name]) == 0
 
@@ -77,7 +84,11 @@ def test_a_file_of_ones_own_is_trained_stopped_and_resumed_to_the_same_bits(name
 def test_an_edited_part_is_another_run_and_an_edited_comment_is_not(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = []
-    for change in ((), ("(step + 1) / 10", "(step + 1) / 20"), ("    def open", "    # a comment\n    def open")):
+    for change in (
+        (),
+        ("(step + 1) / 10", "(step + 1) / 20"),
+        ("    def open", "    # a comment\n    def open"),
+    ):
         Path("own.py").write_text(OWN.replace(*change) if change else OWN)
         assert cli.main(["show", "own.py"]) == 0
         names.append(capsys.readouterr().out.splitlines()[-1])
@@ -90,15 +101,23 @@ from helper import rate
 from jaxformer import training
 from jaxformer.data.tasks import Reverse
 from jaxformer.models import ModelConfig
+
 experiment = training.Experiment(
-    name="helped", model=ModelConfig(vocab_size=17, num_layers=1, d_model=16, num_heads=2, context_length=16),
-    data=Reverse(), schedule=lambda experiment: rate, steps=2, batch_size=4, eval_batches=1,
+    name="helped",
+    model=ModelConfig(vocab_size=17, num_layers=1, d_model=16, num_heads=2, context_length=16),
+    data=Reverse(),
+    schedule=lambda experiment: rate,
+    steps=2,
+    batch_size=4,
+    eval_batches=1,
 )
 """
 
 
 @pytest.mark.thorough
-def test_a_run_whose_imports_changed_is_refused_with_the_field_and_the_file(tmp_path, monkeypatch, capsys):
+def test_a_run_whose_imports_changed_is_refused_with_the_field_and_the_file(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("helper.py").write_text(HELPER.format(rate="0.1"))
@@ -109,7 +128,11 @@ def test_a_run_whose_imports_changed_is_refused_with_the_field_and_the_file(tmp_
     capsys.readouterr()
     assert cli.main(["evaluate", "helped"]) == 2
     error = capsys.readouterr().err
-    assert "schedule" in error and "helper.py changed since this run began" in error and error.count("\n") == 1
+    assert (
+        "schedule" in error
+        and "helper.py changed since this run began" in error
+        and error.count("\n") == 1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +144,21 @@ def installed(tmp_path_factory):
 def jaxformer_in(installed, folder, *words):
     environment = os.environ | {"PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "jaxformer", *words]
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 @pytest.mark.slow
 def test_the_wheel_brings_its_experiments(installed, tmp_path):
-    out, _ = jaxformer_in(installed, tmp_path, "train", "quickstart", "--steps=60", "--eval-batches=2").communicate()
+    out, _ = jaxformer_in(
+        installed, tmp_path, "train", "quickstart", "--steps=60", "--eval-batches=2"
+    ).communicate()
     assert "validation loss" in out and "next: " in out, out
     out, _ = jaxformer_in(installed, tmp_path, "evaluate", "quickstart").communicate()
     assert json.loads(out.splitlines()[-1])["step"] == 60
@@ -141,7 +173,14 @@ def test_a_file_of_ones_own_outside_the_checkout_survives_kills(name, installed,
     for folder in folders:
         folder.mkdir()
         (folder / f"{name}.py").write_text(FILES[name])
-    words = ["train", f"{name}.py", "--checkpoints.every=5", "--log-every=1", "--steps=200", "--eval-every=50"]
+    words = [
+        "train",
+        f"{name}.py",
+        "--checkpoints.every=5",
+        "--log-every=1",
+        "--steps=200",
+        "--eval-every=50",
+    ]
     out, _ = jaxformer_in(installed, folders[0], *words).communicate(timeout=600)
     assert "validation loss" in out, out
     rng = random.Random(0)

@@ -1,4 +1,5 @@
-"""A linear map of one's own, its data, and an objective with parameters and variables: a step without a transformer."""
+"""A linear map of one's own, its data, and an objective with parameters and variables: a step
+without a transformer."""
 
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Errors:
-    """Squared errors of scaled inputs; the scale trains, and a variable keeps a moving mean of the inputs."""
+    """Squared errors of scaled inputs; the scale trains, and a variable keeps a moving mean of the
+    inputs."""
 
     def spec(self, model):
         scale = Spec((8,), ("embed",), ones)

@@ -56,7 +56,9 @@ def test_adam_first_update(config):
     for path, g in gradients.items():
         decay = getattr(config, "weight_decay", 0.0) if path.split("/")[-1] in DECAYED else 0.0
         # float32: the bias-corrected ratio rounds at 1e-7 a few times
-        np.testing.assert_allclose(updates[path], -(g / (jnp.abs(g) + config.eps) + decay * parameters[path]), atol=1e-5)
+        np.testing.assert_allclose(
+            updates[path], -(g / (jnp.abs(g) + config.eps) + decay * parameters[path]), atol=1e-5
+        )
 
 
 @pytest.mark.thorough
@@ -64,7 +66,9 @@ def test_lion_is_a_sign():
     parameters, gradients, updates = update(Lion(weight_decay=0.5))
     for path, g in gradients.items():
         decay = 0.5 if path.split("/")[-1] in DECAYED else 0.0
-        np.testing.assert_allclose(updates[path], -(jnp.sign(g) + decay * parameters[path]), atol=1e-6)
+        np.testing.assert_allclose(
+            updates[path], -(jnp.sign(g) + decay * parameters[path]), atol=1e-6
+        )
 
 
 @pytest.mark.thorough
@@ -89,9 +93,13 @@ def apart(tree):
 
 ZEROS = jax.nn.initializers.zeros
 STACKED = {
-    "kernel": params.Spec((2, 130, 140), ("layers", "embed", "mlp"), ZEROS, ("embed",)),  # large enough to be factored
+    "kernel": params.Spec(
+        (2, 130, 140), ("layers", "embed", "mlp"), ZEROS, ("embed",)
+    ),  # large enough to be factored
     "scale": params.Spec((130, 128), ("layers", "embed"), ZEROS),  # 130 vectors: no matrix
-    "router": params.Spec((2, 6, 4), ("layers", "embed", "expert"), ZEROS, ("embed",)),  # experts are its outputs
+    "router": params.Spec(
+        (2, 6, 4), ("layers", "embed", "expert"), ZEROS, ("embed",)
+    ),  # experts are its outputs
     "experts": params.Spec((2, 4, 6, 5), ("layers", "expert", "embed", "mlp"), ZEROS, ("embed",)),
     "tokens": params.Spec((150, 130), ("vocab", "embed"), ZEROS),
     "bias": params.Spec((7,), ("embed",), ZEROS),
@@ -104,7 +112,12 @@ def random_trees(count, seed=0):
 
     def leaf(spec):
         size = np.exp(
-            rng.normal(size=(*optimizers.stack_sizes(spec), *(1,) * (len(spec.shape) - len(optimizers.stack_sizes(spec)))))
+            rng.normal(
+                size=(
+                    *optimizers.stack_sizes(spec),
+                    *(1,) * (len(spec.shape) - len(optimizers.stack_sizes(spec))),
+                )
+            )
         )
         return jnp.asarray(rng.normal(size=spec.shape) * size, jnp.float32)
 
@@ -127,11 +140,16 @@ def steps_of(transform, parameters, gradients):
 
 @pytest.mark.thorough
 def test_adafactor_of_stacked_layers_is_optax_on_each_of_them():
-    """The norms, means and factors of the paper are those of one layer's matrix, however parameters are stored."""
+    """The norms, means and factors of the paper are those of one layer's matrix, however parameters
+    are stored."""
     start, *gradients = random_trees(9)
     ours = apart(steps_of(optimizers.build(Adafactor(), STACKED), start, gradients))
-    some = lambda tree: {path: leaf for path, leaf in apart(tree).items() if not path[-2:].isdigit()}
-    theirs = steps_of(optax.adafactor(), some(start), map(some, gradients))  # nine of the 130 vectors are enough
+    some = lambda tree: {
+        path: leaf for path, leaf in apart(tree).items() if not path[-2:].isdigit()
+    }
+    theirs = steps_of(
+        optax.adafactor(), some(start), map(some, gradients)
+    )  # nine of the 130 vectors are enough
     for path, leaf in theirs.items():
         # eight steps of 10 % of float32 numbers, each of which passes two means
         np.testing.assert_allclose(ours[path], leaf, rtol=1e-5, atol=1e-6, err_msg=path)
@@ -147,7 +165,8 @@ def test_adafactor_where_a_whole_stack_is_frozen():
 
 @pytest.mark.thorough
 def test_muon_is_optax_muon_on_matrices_and_optax_adamw_elsewhere():
-    """Plain AdamW: optax's own Muon gives Nesterov momentum to what it hands to Adam, and decays all of it."""
+    """Plain AdamW: optax's own Muon gives Nesterov momentum to what it hands to Adam, and decays
+    all of it."""
     config = Muon(weight_decay=0.1, not_decayed="bias|scale")
     start, *gradients = random_trees(9)
     ours = apart(steps_of(optimizers.build(config, STACKED), start, gradients))
@@ -158,9 +177,12 @@ def test_muon_is_optax_muon_on_matrices_and_optax_adamw_elsewhere():
     decayed = {path: path.startswith("tokens") for path in ours if path not in by_muon}
     adamw = optax.adamw(share, b1=config.b1, b2=config.b2, weight_decay=0.1, mask=decayed)
     for transform, paths in ((muon, by_muon), (adamw, set(decayed))):
-        theirs = steps_of(transform, few(start, paths), [few(gradient, paths) for gradient in gradients])
+        theirs = steps_of(
+            transform, few(start, paths), [few(gradient, paths) for gradient in gradients]
+        )
         for path, leaf in theirs.items():
-            # five Newton-Schulz steps in float32, compiled in a batch of layers and alone; steps are of size 0.1
+            # five Newton-Schulz steps in float32, compiled in a batch of layers and alone; steps
+            # are of size 0.1
             np.testing.assert_allclose(ours[path], leaf, rtol=1e-5, atol=1e-4, err_msg=path)
 
 
@@ -169,7 +191,9 @@ def as_matrices(path, update):
     D = CONFIG.d_model
     if path.endswith("out/kernel"):
         return update.reshape(3, -1, D)
-    return update.reshape(3, D, -1) if not path.endswith("down/kernel") else update.reshape(3, -1, D)
+    return (
+        update.reshape(3, D, -1) if not path.endswith("down/kernel") else update.reshape(3, -1, D)
+    )
 
 
 @pytest.mark.thorough
@@ -177,25 +201,35 @@ def test_muon_orthogonalises_every_layers_matrix_and_no_other_leaf():
     _, _, updates = update(Muon())
     routes = optimizers.routes(Muon(), SPEC)
     muon = [path for path, route in routes.items() if route.startswith("Muon")]
-    assert sorted(muon) == sorted(p for p in routes if p.startswith("layers/") and p.endswith("kernel"))
+    assert sorted(muon) == sorted(
+        p for p in routes if p.startswith("layers/") and p.endswith("kernel")
+    )
     for path in muon:
         for layer in as_matrices(path, updates[path]):
             values = np.linalg.svd(np.asarray(layer), compute_uv=False)
             values = values / np.sqrt(max(1.0, layer.shape[1] / layer.shape[0]))
-            # five Newton-Schulz steps bring singular values to 0.7 .. 1.2 (Jordan et al. 2024), the smallest not all the way
+            # five Newton-Schulz steps bring singular values to 0.7 .. 1.2 (Jordan et al. 2024), the
+            # smallest not all the way
             assert np.median(values) > 0.6 and values.min() > 0.05 and values.max() < 1.3, path
 
 
 @pytest.mark.thorough
 def test_muons_decay_spares_what_it_should():
-    """With zero gradients an update is decay alone: on matrices by Muon's rate, on embeddings by Adam's, on the rest none."""
+    """With zero gradients an update is decay alone: on matrices by Muon's rate, on embeddings by
+    Adam's, on the rest none."""
     config = Muon(weight_decay=0.1)
     parameters = jax.tree.map(lambda a: a + 1.0, init(jax.random.key(0)))
     transform = optimizers.build(config, SPEC)
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     updates, _ = transform.update(zeros, transform.init(parameters), parameters)
     for path, update in params.paths(updates).items():
-        share = 0.0 if path.split("/")[-1] not in DECAYED else 1.0 if path.endswith("kernel") else 1e-3 / 2e-2
+        share = (
+            0.0
+            if path.split("/")[-1] not in DECAYED
+            else 1.0
+            if path.endswith("kernel")
+            else 1e-3 / 2e-2
+        )
         np.testing.assert_allclose(update, -0.1 * share * params.paths(parameters)[path], atol=1e-6)
 
 
@@ -208,7 +242,8 @@ def test_routes_name_every_leaf():
 
 @dataclass(frozen=True)
 class Decayed:
-    """An optimizer of the user's own: its field has the name of ours, and the rest is its own affair."""
+    """An optimizer of the user's own: its field has the name of ours, and the rest is its own
+    affair."""
 
     weight_decay: float = 0.1
 
@@ -224,12 +259,16 @@ def test_an_optimizer_of_the_users_own_may_have_weight_decay(frozen, rate):
     routes = optimizers.routes(Decayed(), spec, frozen)
     factor = "" if rate == 1 else ", 0.25 of the rate"
     assert routes["layers/attention/query/kernel"] == f"Decayed{factor}"
-    assert routes["layers/attention/query/bias"] == (f"Decayed{factor}" if frozen is None else "frozen")
+    assert routes["layers/attention/query/bias"] == (
+        f"Decayed{factor}" if frozen is None else "frozen"
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "config", [AdamW(), Adafactor(weight_decay=0.1), Muon(weight_decay=0.1)], ids=lambda config: type(config).__name__
+    "config",
+    [AdamW(), Adafactor(weight_decay=0.1), Muon(weight_decay=0.1)],
+    ids=lambda config: type(config).__name__,
 )
 def test_what_is_frozen_gets_no_update_and_no_state_and_the_rest_trains_as_ever(config):
     frozen = "embedding|attention"
@@ -239,14 +278,23 @@ def test_what_is_frozen_gets_no_update_and_no_state_and_the_rest_trains_as_ever(
     for transform in (optimizers.build(config, SPEC), optimizers.build(config, SPEC, frozen)):
         state = transform.init(parameters)
         updates.append(params.paths(jax.jit(transform.update)(parameters, state, parameters)[0]))
-        sizes.append({jax.tree_util.keystr(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(state)})
+        sizes.append(
+            {
+                jax.tree_util.keystr(path): leaf.size
+                for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+            }
+        )
     for path, stays in mask.items():
         # float32: the same sums, compiled together with others
-        np.testing.assert_allclose(updates[1][path], 0 if stays else updates[0][path], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            updates[1][path], 0 if stays else updates[0][path], rtol=1e-5, atol=1e-6
+        )
     assert not [path for path in sizes[1] if "attention" in path or "embedding" in path]
     assert sum(sizes[1].values()) < 0.7 * sum(sizes[0].values())
     routes = optimizers.routes(config, SPEC, frozen)
-    assert {path for path, route in routes.items() if route == "frozen"} == {path for path in mask if mask[path]}
+    assert {path for path, route in routes.items() if route == "frozen"} == {
+        path for path in mask if mask[path]
+    }
 
 
 @pytest.mark.thorough
@@ -287,24 +335,32 @@ def test_every_optimizer_descends(config):
 
 def rates(schedule, steps=100, **changes):
     f = schedule(replace(EXPERIMENT, schedule=schedule, steps=steps, **changes))
-    return np.asarray(f(np.minimum(np.arange(300), steps - 1)))[:steps]  # of one shape: other ones would be compiled anew
+    return np.asarray(f(np.minimum(np.arange(300), steps - 1)))[
+        :steps
+    ]  # of one shape: other ones would be compiled anew
 
 
-RUNS = st.integers(1, 300).flatmap(lambda steps: st.tuples(st.just(steps), st.integers(0, steps - 1)))
+RUNS = st.integers(1, 300).flatmap(
+    lambda steps: st.tuples(st.just(steps), st.integers(0, steps - 1))
+)
 SHARES = st.floats(0, 1, width=32)
 
 
 @settings(deadline=None, max_examples=30)
 @given(RUNS, st.sampled_from([Cosine, Linear, WSD, Constant]), SHARES, SHARES)
 def test_schedules_keep_their_word_at_both_ends(run, kind, final, decay):
-    """Warm-up in equal parts up to the peak, which is reached; never up again; the last step has `final` of the peak."""
+    """Warm-up in equal parts up to the peak, which is reached; never up again; the last step has
+    `final` of the peak."""
     steps, warmup = run
     peak, top = EXPERIMENT.optimizer.learning_rate, max(warmup, 1) - 1
     options = {"final": final} if kind in (Cosine, Linear) else {}
     if kind is WSD:
         length = max(round(steps * decay), 1) if decay else 0
         if warmup and warmup + length > steps:
-            with pytest.raises(ConfigError, match=f"schedule.warmup={warmup}: overlaps the last {length} of steps={steps}"):
+            with pytest.raises(
+                ConfigError,
+                match=f"schedule.warmup={warmup}: overlaps the last {length} of steps={steps}",
+            ):
                 replace(EXPERIMENT, steps=steps, schedule=WSD(warmup, decay, final))
             return
         options = {"final": final, "decay": decay}
@@ -320,11 +376,15 @@ def test_schedules_keep_their_word_at_both_ends(run, kind, final, decay):
     if kind is Linear:
         np.testing.assert_allclose(found[top:], 1 + (final - 1) * done, **float32)
     if kind is Cosine:
-        np.testing.assert_allclose(found[top:], final + (1 - final) * (1 + np.cos(np.pi * done)) / 2, **float32)
+        np.testing.assert_allclose(
+            found[top:], final + (1 - final) * (1 + np.cos(np.pi * done)) / 2, **float32
+        )
     if kind is WSD and top < steps - 1 - length:
         np.testing.assert_allclose(found[top : steps - length], 1, **float32)
         if length:
-            np.testing.assert_allclose(np.diff(found[steps - 1 - length :]), (final - 1) / length, **float32)
+            np.testing.assert_allclose(
+                np.diff(found[steps - 1 - length :]), (final - 1) / length, **float32
+            )
 
 
 def test_schedules_agree_with_optax_where_it_counts_alike():
@@ -335,7 +395,9 @@ def test_schedules_agree_with_optax_where_it_counts_alike():
         (WSD(decay=0.3, final=0.2), optax.linear_schedule(1.0, 0.2, 30, transition_begin=69)),
     ):
         found = rates(ours) / EXPERIMENT.optimizer.learning_rate
-        np.testing.assert_allclose(found, jax.vmap(theirs)(jnp.arange(100)), rtol=1e-5, atol=1e-6)  # float32 cosines
+        np.testing.assert_allclose(
+            found, jax.vmap(theirs)(jnp.arange(100)), rtol=1e-5, atol=1e-6
+        )  # float32 cosines
 
 
 @pytest.mark.parametrize(
@@ -361,7 +423,9 @@ def test_noam_peaks_where_the_paper_says():
     assert float(noam(3999)) == pytest.approx(6.99e-4, rel=1e-3)
     for step in (0, 10, 3000, 9000):
         s = step + 1
-        assert float(noam(step)) == pytest.approx(512**-0.5 * min(s**-0.5, s * 4000**-1.5), rel=1e-5)
+        assert float(noam(step)) == pytest.approx(
+            512**-0.5 * min(s**-0.5, s * 4000**-1.5), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, 0.0, -1.0])

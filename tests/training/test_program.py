@@ -1,4 +1,5 @@
-"""What the compiled training step does on CPU, in counts that no machine's mood changes: products, memory traffic, traces."""
+"""What the compiled training step does on CPU, in counts that no machine's mood changes: products,
+memory traffic, traces."""
 
 from functools import cache
 
@@ -20,10 +21,20 @@ MODEL = ModelConfig(64, 2, 128, 4, T, feedforward="gelu", use_bias=False)
 
 @cache
 def compiled(precision):
-    experiment = Experiment(name="program", model=MODEL, data=Copy(), batch_size=B, precision=precision)
+    experiment = Experiment(
+        name="program", model=MODEL, data=Copy(), batch_size=B, precision=precision
+    )
     recipe, tokens = build(experiment), jax.ShapeDtypeStruct((B, T), jnp.int32)
-    batch = {"tokens": tokens, "labels": tokens, "weights": jax.ShapeDtypeStruct((B, T), jnp.float32)}
-    return jax.jit(make_train_step(recipe), donate_argnums=0).lower(abstract_state(recipe), batch).compile()
+    batch = {
+        "tokens": tokens,
+        "labels": tokens,
+        "weights": jax.ShapeDtypeStruct((B, T), jnp.float32),
+    }
+    return (
+        jax.jit(make_train_step(recipe), donate_argnums=0)
+        .lower(abstract_state(recipe), batch)
+        .compile()
+    )
 
 
 # jaxlib 0.12 joins fewer operations of a step in bfloat16 than 0.10 does
@@ -31,9 +42,12 @@ BFLOAT16 = 174 if jax.__version_info__ < (0, 12) else 193
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("precision, products, others", [("float32", 94, 214), ("bfloat16", 67, BFLOAT16)])
+@pytest.mark.parametrize(
+    "precision, products, others", [("float32", 94, 214), ("bfloat16", 67, BFLOAT16)]
+)
 def test_bytes_that_a_step_moves(precision, products, others):
-    """MiB. Scanned layers, with attention's products left to the compiler, moved 391 and 379 beside the products.
+    """MiB. Scanned layers, with attention's products left to the compiler, moved 391 and 379 beside
+    the products.
 
     A fiftieth more is what versions of the compiler differ by.
     """
@@ -44,7 +58,8 @@ def test_bytes_that_a_step_moves(precision, products, others):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_computes_its_products_once(precision):
-    """The compiler's count is that of `models.cost` and at most a fifth more, for softmax, norms, activations, the update.
+    """The compiler's count is that of `models.cost` and at most a fifth more, for softmax, norms,
+    activations, the update.
 
     With the forward pass computed twice it would be a third more.
     """

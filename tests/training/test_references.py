@@ -1,4 +1,5 @@
-"""Frozen models that an objective reads: whatever they are read from, on any devices, and never others than at the start."""
+"""Frozen models that an objective reads: whatever they are read from, on any devices, and never
+others than at the start."""
 
 from dataclasses import dataclass, replace
 
@@ -26,20 +27,27 @@ from jaxformer.training.recipe import build
 from jaxformer.training.references import check_references
 from jaxformer.training.step import first_state, make_train_step
 
-MODEL = ModelConfig(vocab_size=17, num_layers=1, d_model=16, num_heads=2, context_length=16, init_std=0.2)
+MODEL = ModelConfig(
+    vocab_size=17, num_layers=1, d_model=16, num_heads=2, context_length=16, init_std=0.2
+)
 LARGE = replace(MODEL, d_model=24, num_heads=3)
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """Cross entropy with the tokens of a frozen model's own choice, which may be another architecture."""
+    """Cross entropy with the tokens of a frozen model's own choice, which may be another
+    architecture."""
 
     teacher: ModelConfig = MODEL
 
     def __call__(self, model, params, batch, context):
         frozen = context.references["teacher"]
-        logits = models.apply(models.evaluation(self.teacher), frozen, batch["tokens"], dtype=context.dtype).logits
-        return TokenCrossEntropy()(model, params, batch | {"labels": jnp.argmax(logits, axis=-1)}, context)
+        logits = models.apply(
+            models.evaluation(self.teacher), frozen, batch["tokens"], dtype=context.dtype
+        ).logits
+        return TokenCrossEntropy()(
+            model, params, batch | {"labels": jnp.argmax(logits, axis=-1)}, context
+        )
 
 
 TINY = Experiment(
@@ -67,14 +75,21 @@ def after_a_step(experiment, references):
 
 
 def leaves_saved(folder, step):
-    manifest = checkpoint_reader.read_manifest(checkpoint_reader.resolve(folder / "checkpoints") / str(step))
-    return {name: leaf["fingerprint"] for name, leaf in manifest["leaves"].items()}, manifest["metadata"]
+    manifest = checkpoint_reader.read_manifest(
+        checkpoint_reader.resolve(folder / "checkpoints") / str(step)
+    )
+    return {name: leaf["fingerprint"] for name, leaf in manifest["leaves"].items()}, manifest[
+        "metadata"
+    ]
 
 
 def test_references_decide_the_numbers_of_a_run_and_their_absence_changes_no_name():
     plain = replace(TINY, references={}, objective=TokenCrossEntropy())
     assert "references" not in config.changes(plain)
-    names = {config.fingerprint(replace(TINY, references=value)) for value in ({}, {"teacher": "a"}, {"teacher": "b"})}
+    names = {
+        config.fingerprint(replace(TINY, references=value))
+        for value in ({}, {"teacher": "a"}, {"teacher": "b"})
+    }
     assert len(names) == 3
     assert hash(TINY) == hash(replace(TINY, references={}))  # a mapping has no hash
 
@@ -84,7 +99,10 @@ def test_references_decide_the_numbers_of_a_run_and_their_absence_changes_no_nam
     [
         ("runs/base", "references=str: expected a mapping"),
         ({"a b": "runs/base"}, "references: 'a b' is no name"),
-        ({"a": {"w": 1}}, r"references\['a'\]=dict: expected a run's or Hugging Face folder or name"),
+        (
+            {"a": {"w": 1}},
+            r"references\['a'\]=dict: expected a run's or Hugging Face folder or name",
+        ),
         ({"a": Reference(3)}, r"references\['a'\]=int: expected"),
     ],
 )
@@ -98,16 +116,27 @@ def test_what_is_no_reference_is_refused_in_a_line(references, message):
     ("changes", "problem"),
     [
         ({}, "without an adaptation there is none"),
-        ({"adaptation": Lora(), "model": replace(MODEL, heads=(Classification(3),)), "initial": params.init}, "weights train"),
+        (
+            {
+                "adaptation": Lora(),
+                "model": replace(MODEL, heads=(Classification(3),)),
+                "initial": params.init,
+            },
+            "weights train",
+        ),
     ],
 )
 def test_a_base_that_is_not_frozen_is_refused(changes, problem):
-    with pytest.raises(ConfigError, match=rf"references\['teacher'\]=Base\(\): expected frozen weights; .*{problem}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"references\['teacher'\]=Base\(\): expected frozen weights; .*{problem}",
+    ):
         build(replace(TINY, references={"teacher": Base()}, **changes))
 
 
 def plain_descent(spec):
-    """An update that is the gradient: Adam makes a step of its full size of the rounding of one that is zero (key biases)."""
+    """An update that is the gradient: Adam makes a step of its full size of the rounding of one
+    that is zero (key biases)."""
     return optax.sgd(1.0)
 
 
@@ -116,26 +145,42 @@ def test_a_reference_has_no_gradient_and_does_not_change():
     made = replace(TINY, optimizer=plain_descent)
     references = read_references(made, None).params
     state, metrics = after_a_step(made, references)
-    labels = jnp.argmax(models.apply(MODEL, references["teacher"], batch_of()["tokens"]).logits, axis=-1)
+    labels = jnp.argmax(
+        models.apply(MODEL, references["teacher"], batch_of()["tokens"]).logits, axis=-1
+    )
     plain = build(replace(made, references={}, objective=TokenCrossEntropy()))
-    expected, known = jax.jit(make_train_step(plain))(first_state(plain), batch_of() | {"labels": labels})
+    expected, known = jax.jit(make_train_step(plain))(
+        first_state(plain), batch_of() | {"labels": labels}
+    )
     np.testing.assert_allclose(metrics["loss"], known["loss"], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, expected.params
+    )
 
 
 def test_the_base_of_an_adaptation_is_its_frozen_weights():
     made = replace(
-        TINY, references={"teacher": Base()}, adaptation=Lora(), initial=params.init, optimizer=plain_descent
-    )  # fmt: skip
+        TINY,
+        references={"teacher": Base()},
+        adaptation=Lora(),
+        initial=params.init,
+        optimizer=plain_descent,
+    )
     state, metrics = after_a_step(made, None)
     weights = first_state(build(made)).params["weights"]
-    other, known = after_a_step(replace(made, references={"teacher": params.init}), {"teacher": weights})
+    other, known = after_a_step(
+        replace(made, references={"teacher": params.init}), {"teacher": weights}
+    )
     np.testing.assert_allclose(metrics["loss"], known["loss"], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, other.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, other.params
+    )
 
 
 def test_a_reference_of_another_architecture_is_read_and_split_by_its_own_spec():
-    made = replace(TINY, references={"teacher": Reference(params.init, LARGE)}, objective=Distilled(LARGE))
+    made = replace(
+        TINY, references={"teacher": Reference(params.init, LARGE)}, objective=Distilled(LARGE)
+    )
     mesh = Mesh(data=1, fsdp=8)
     from jaxformer.parallel import make_mesh
 
@@ -154,12 +199,16 @@ def test_a_reference_of_another_architecture_is_read_and_split_by_its_own_spec()
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory):
     runs = tmp_path_factory.mktemp("runs")
-    return loop.train(replace(TINY, name="teacher", references={}, objective=TokenCrossEntropy()), runs).folder
+    return loop.train(
+        replace(TINY, name="teacher", references={}, objective=TokenCrossEntropy()), runs
+    ).folder
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [Mesh(data=1), Mesh(data=4, backend="pmap")], ids=str)
-def test_a_run_is_resumed_with_the_same_reference_alone(teacher, mesh, tmp_path, capsys, monkeypatch):
+def test_a_run_is_resumed_with_the_same_reference_alone(
+    teacher, mesh, tmp_path, capsys, monkeypatch
+):
     made = replace(TINY, references={"teacher": str(teacher)}, mesh=mesh)
     whole = loop.train(made, tmp_path / "whole")
     saved, metadata = leaves_saved(whole.folder, 5)
@@ -183,7 +232,9 @@ def test_a_run_is_resumed_with_the_same_reference_alone(teacher, mesh, tmp_path,
     another = FromRun(str(teacher), step=2)
     with monkeypatch.context() as patch:
         patch.setattr("jaxformer.runs.start.from_text", lambda *_: another)
-        with pytest.raises(ConfigError, match=r"references\['teacher'\] is another model than when this run began") as caught:
+        with pytest.raises(
+            ConfigError, match=r"references\['teacher'\] is another model than when this run began"
+        ) as caught:
             loop.train(made, tmp_path / "killed")
         assert "\n" not in str(caught.value)
     assert loop.train(made, tmp_path / "killed").folder == folder
@@ -196,7 +247,9 @@ def test_a_run_is_resumed_with_the_same_reference_alone(teacher, mesh, tmp_path,
 
 @pytest.mark.thorough
 def test_an_adapted_run_with_its_base_scores_as_in_training(teacher, tmp_path):
-    made = replace(TINY, references={"teacher": Base()}, adaptation=Lora(rank=2), initial=str(teacher))
+    made = replace(
+        TINY, references={"teacher": Base()}, adaptation=Lora(rank=2), initial=str(teacher)
+    )
     result = loop.train(made, tmp_path)
     scores = Run(RunFolder(result.folder), made).evaluate(int8=True)
     assert scores["loss"] == pytest.approx(result.validation["loss"], rel=1e-5)
@@ -216,6 +269,12 @@ def test_the_objective_of_an_evaluation_knows_the_step(tmp_path):
             return LossSums(loss, weights, {"at": (context.step * weights, weights)})
 
     result = loop.train(replace(TINY, references={}, objective=Steps(), steps=4), tmp_path)
-    lines = [line for line in (result.folder / "metrics.jsonl").read_text().splitlines() if "validation" in line]
-    assert [f'"validation_at": {step}.0' in line for step, line in zip((2, 4), lines, strict=True)] == [True, True]
+    lines = [
+        line
+        for line in (result.folder / "metrics.jsonl").read_text().splitlines()
+        if "validation" in line
+    ]
+    assert [
+        f'"validation_at": {step}.0' in line for step, line in zip((2, 4), lines, strict=True)
+    ] == [True, True]
     assert result.validation["at"] == 4

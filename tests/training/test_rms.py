@@ -26,7 +26,9 @@ ALL = ("activation", "gradient", "update")
 
 
 def experiment(model=MODEL, **changes) -> Experiment:
-    plain = dict(data=Reverse(length=4), schedule=Constant(), clip_norm=1e-3, steps=3, batch_size=4, rms=ALL)
+    plain = dict(
+        data=Reverse(length=4), schedule=Constant(), clip_norm=1e-3, steps=3, batch_size=4, rms=ALL
+    )
     return Experiment("rms", model, **plain | changes)
 
 
@@ -47,15 +49,28 @@ def test_every_number_by_hand():
     """Of the gradient before clipping, of the update after it, and of the residual stream."""
     recipe, state, new, metrics = step(experiment(), batch())
     mean = lambda tree: recipe.loss(tree, batch(), jax.random.key(0)).loss / 32
-    trees = {"gradient": jax.grad(mean)(state.params), "update": jax.tree.map(jnp.subtract, new.params, state.params)}
+    trees = {
+        "gradient": jax.grad(mean)(state.params),
+        "update": jax.tree.map(jnp.subtract, new.params, state.params),
+    }
     for kind, tree in trees.items():
         for part in ("embedding", "final_norm"):
             leaves = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree[part])])
-            np.testing.assert_allclose(metrics[f"rms/{kind}/{part}"], np.sqrt(np.mean(leaves**2)), rtol=2e-3)  # p + u - p
-        layers = np.concatenate([np.reshape(leaf, (3, -1)) for leaf in jax.tree.leaves(tree["layers"])], axis=1)
-        np.testing.assert_allclose(metrics[f"rms/{kind}/layers"], np.sqrt(np.mean(layers**2, axis=1)), rtol=2e-3)
-    stream = models.apply(MODEL, state.params, batch()["tokens"], intermediates=(rms.RESIDUAL,)).intermediates[rms.RESIDUAL]
-    np.testing.assert_allclose(metrics["rms/activation/layers"], jnp.sqrt(jnp.mean(stream**2, axis=(1, 2, 3))), rtol=1e-5)
+            np.testing.assert_allclose(
+                metrics[f"rms/{kind}/{part}"], np.sqrt(np.mean(leaves**2)), rtol=2e-3
+            )  # p + u - p
+        layers = np.concatenate(
+            [np.reshape(leaf, (3, -1)) for leaf in jax.tree.leaves(tree["layers"])], axis=1
+        )
+        np.testing.assert_allclose(
+            metrics[f"rms/{kind}/layers"], np.sqrt(np.mean(layers**2, axis=1)), rtol=2e-3
+        )
+    stream = models.apply(
+        MODEL, state.params, batch()["tokens"], intermediates=(rms.RESIDUAL,)
+    ).intermediates[rms.RESIDUAL]
+    np.testing.assert_allclose(
+        metrics["rms/activation/layers"], jnp.sqrt(jnp.mean(stream**2, axis=(1, 2, 3))), rtol=1e-5
+    )
 
 
 @pytest.mark.thorough
@@ -81,7 +96,8 @@ ROUTED = {"feedforward": Mixture(2, 1, balance_loss=0.1)}
 # a routing loss is not the mean of those of halves of a batch
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "stack, accumulation", [({"remat": "full"}, 1), ({"remat": "full"}, 2), ({"unroll": 3}, 2), (ROUTED, 1)]
+    "stack, accumulation",
+    [({"remat": "full"}, 1), ({"remat": "full"}, 2), ({"unroll": 3}, 2), (ROUTED, 1)],
 )
 def test_with_every_way_of_running_layers(stack, accumulation):
     chosen = experiment(replace(MODEL, **stack), accumulation=accumulation)
@@ -111,7 +127,9 @@ def test_a_pair_and_the_losses_of_both_its_stacks():
     for stack, layers in (("encoder", 2), ("decoder", 3)):
         for kind in ALL:
             assert metrics[f"{stack}/rms/{kind}/layers"].shape == (layers,)
-    loss = lambda **halves: models.encode(replace(pair, **halves), state.params, batch()["tokens"], **source).loss
+    loss = lambda **halves: (
+        models.encode(replace(pair, **halves), state.params, batch()["tokens"], **source).loss
+    )
     silent = Mixture(2, 1, normalise=False)
     one = loss(decoder=replace(pair.decoder, feedforward=silent))
     two = loss(encoder=replace(pair.encoder, feedforward=silent))
@@ -131,7 +149,9 @@ def test_a_run_records_them_by_layer(tmp_path, capsys):
 def test_a_model_of_your_own_has_gradients_and_updates():
     class Own:
         def spec(self):
-            return {"table": params.Spec((16, 16), ("vocab", "embed"), jax.nn.initializers.normal(0.1))}
+            return {
+                "table": params.Spec((16, 16), ("vocab", "embed"), jax.nn.initializers.normal(0.1))
+            }
 
         def apply(self, tree, tokens, **_):
             return models.Output(tree["table"][tokens], None)
@@ -147,7 +167,9 @@ def test_what_is_kept_of_an_intermediate():
     kept = models.apply(MODEL, tree, tokens, intermediates=names).intermediates
     whole = models.apply(MODEL, tree, tokens, intermediates=tuple(names)).intermediates
     np.testing.assert_allclose(
-        kept["layers/*/residual"], [rms.root_mean_square(x) for x in whole["layers/*/residual"]], rtol=1e-6
+        kept["layers/*/residual"],
+        [rms.root_mean_square(x) for x in whole["layers/*/residual"]],
+        rtol=1e-6,
     )
     assert kept["layers/1/attention/out"] == whole["layers/1/attention/out"].max()
     assert optax.tree.norm(kept) > 0

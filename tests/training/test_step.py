@@ -28,7 +28,9 @@ from jaxformer.training.step import (
 
 EXPERIMENT = Experiment(
     name="tiny",
-    model=ModelConfig(vocab_size=13, num_layers=2, d_model=16, num_heads=2, context_length=8, init_std=0.2),
+    model=ModelConfig(
+        vocab_size=13, num_layers=2, d_model=16, num_heads=2, context_length=8, init_std=0.2
+    ),
     data=Copy(vocab_size=8, length=4),
     optimizer=AdamW(learning_rate=1e-2),
     schedule=Constant(),
@@ -90,19 +92,30 @@ def test_accumulated_equals_whole_with_uneven_padding():
 
 
 def test_sums_in_16_bits_round_only_weights_that_products_round():
-    """The router's products are in float32 or better: rounded weights would choose other experts."""
+    """The router's products are in float32 or better: rounded weights would choose other
+    experts."""
     made = replace(EXPERIMENT, precision="bfloat16", gradient_sums="bfloat16")
-    recipe, kinds = build(replace(made, model=replace(EXPERIMENT.model, feedforward=Mixture(4, 2, d_ff=16)))), {}
+    recipe, kinds = (
+        build(replace(made, model=replace(EXPERIMENT.model, feedforward=Mixture(4, 2, d_ff=16)))),
+        {},
+    )
 
     def loss(tree, batch, key, step, references):
         kinds.update({path: str(leaf.dtype) for path, leaf in params.paths(tree).items()})
         return LossSums(sum(leaf.sum() for leaf in jax.tree.leaves(tree)), jnp.float32(1), {})
 
-    jax.eval_shape(lambda tree: accumulate(replace(recipe, loss=loss), tree, {}, KEY, 1.0), params.abstract(recipe.spec))
+    jax.eval_shape(
+        lambda tree: accumulate(replace(recipe, loss=loss), tree, {}, KEY, 1.0),
+        params.abstract(recipe.spec),
+    )
     matrices = {path for path, leaf in params.paths(recipe.spec).items() if leaf.contracts}
-    assert {path for path, kind in kinds.items() if kind == "bfloat16"} == {path for path in matrices if "router" not in path}
+    assert {path for path, kind in kinds.items() if kind == "bfloat16"} == {
+        path for path in matrices if "router" not in path
+    }
     assert any("router" in path for path in matrices)
-    with pytest.raises(ConfigError, match="gradient_sums=bfloat16: rounds the weights that an adaptation merges"):
+    with pytest.raises(
+        ConfigError, match="gradient_sums=bfloat16: rounds the weights that an adaptation merges"
+    ):
         build(replace(made, adaptation=Lora()))
 
 
@@ -136,7 +149,8 @@ def test_a_step_with_bad_numbers_changes_nothing_but_its_counters(where):
 @pytest.mark.thorough
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_batch_without_weight_changes_nothing_but_the_step(accumulation):
-    """Weight decay, moments and averages wait, and it is no bad step either: `skipped` neither grows nor starts again."""
+    """Weight decay, moments and averages wait, and it is no bad step either: `skipped` neither
+    grows nor starts again."""
     step = step_of(replace(AVERAGED, accumulation=accumulation))
     state, _ = step(initial(AVERAGED), make_batch())
     empty = make_batch(1) | {"weights": np.zeros((8, 8), np.float32)}
@@ -144,8 +158,13 @@ def test_a_batch_without_weight_changes_nothing_but_the_step(accumulation):
         before = replace(state, skipped=jnp.int32(skipped))
         after, metrics = step(before, empty)
         jax.tree.map(np.testing.assert_array_equal, after, replace(before, step=before.step + 1))
-        assert float(metrics["tokens"]) == float(metrics["grad_norm"]) == 0 and int(metrics["skipped"]) == skipped
-        assert np.isnan(metrics["loss"]) and np.isnan(metrics["accuracy"])  # 0 / 0, and no perfect model
+        assert (
+            float(metrics["tokens"]) == float(metrics["grad_norm"]) == 0
+            and int(metrics["skipped"]) == skipped
+        )
+        assert np.isnan(metrics["loss"]) and np.isnan(
+            metrics["accuracy"]
+        )  # 0 / 0, and no perfect model
 
 
 def test_a_label_outside_of_the_vocabulary_is_a_bad_step():
@@ -162,15 +181,21 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before():
     _, (free,) = run(replace(EXPERIMENT, clip_norm=None), 1)
     _, (clipped,) = run(replace(EXPERIMENT, clip_norm=1e-3), 1)
     assert clipped["grad_norm"] == pytest.approx(free["grad_norm"]) and free["grad_norm"] > 1e-2
-    gradient = jax.jit(partial(accumulate, build(EXPERIMENT)))(initial(EXPERIMENT).params, batch, KEY, 1.0)[1]
+    gradient = jax.jit(partial(accumulate, build(EXPERIMENT)))(
+        initial(EXPERIMENT).params, batch, KEY, 1.0
+    )[1]
     mean = flat(gradient) / float(batch["weights"].sum())
     assert free["grad_norm"] == pytest.approx(np.linalg.norm(mean), rel=1e-4)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("precision, tolerance", [("bfloat16", 0.02), pytest.param("float16", 0.005, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision, tolerance",
+    [("bfloat16", 0.02), pytest.param("float16", 0.005, marks=pytest.mark.slow)],
+)
 def test_low_precision_follows_float32(precision, tolerance):
-    """The parameters stay float32; 8 and 11 bits of mantissa in the activations move the loss by about their rounding."""
+    """The parameters stay float32; 8 and 11 bits of mantissa in the activations move the loss by
+    about their rounding."""
     _, exact = run(EXPERIMENT, 6)
     state, rough = run(replace(EXPERIMENT, precision=precision), 6, loss_scale=64.0)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
@@ -218,7 +243,8 @@ def test_the_state_is_donated():
 
 @pytest.mark.thorough
 def test_what_is_frozen_stays_and_is_in_no_norm():
-    """With `frozen` the rest trains as it would by itself: the gradient's norm is over what trains alone."""
+    """With `frozen` the rest trains as it would by itself: the gradient's norm is over what trains
+    alone."""
     experiment = replace(EXPERIMENT, frozen="embedding|attention", clip_norm=0.1)
     before, (state, metrics) = initial(experiment).params, run(experiment, steps=2)
     stays = params.mask(before, experiment.frozen)
@@ -227,15 +253,21 @@ def test_what_is_frozen_stays_and_is_in_no_norm():
     whole = jax.jit(partial(accumulate, build(replace(experiment, frozen=None))))
     _, gradient = whole(before, make_batch(), KEY, 1.0)
     weight = make_batch()["weights"].sum()
-    rest = [g / weight for path, g in params.paths(gradient).items() if not params.paths(stays)[path]]
-    assert metrics[0]["grad_norm"] == pytest.approx(float(np.linalg.norm(flat(rest))), rel=1e-4)  # float32 sums
+    rest = [
+        g / weight for path, g in params.paths(gradient).items() if not params.paths(stays)[path]
+    ]
+    assert metrics[0]["grad_norm"] == pytest.approx(
+        float(np.linalg.norm(flat(rest))), rel=1e-4
+    )  # float32 sums
 
 
 @pytest.mark.parametrize("constant", [8.0, jnp.float32(8), 1])
 def test_a_weight_that_does_not_count_the_batch_is_refused_where_a_batch_has_parts(constant):
     batch = {"tokens": jnp.ones((4, 3)), "weights": jnp.ones((4, 3))}
     of = lambda make: lambda params, batch, key: LossSums(jnp.sum(batch["tokens"]), make(batch))
-    with pytest.raises(ConfigError, match="objective: its weight is the same number however many rows a batch has"):
+    with pytest.raises(
+        ConfigError, match="objective: its weight is the same number however many rows a batch has"
+    ):
         check_weight(of(lambda batch: jnp.asarray(constant)), {}, batch, jax.random.key(0))
     counted = (
         lambda batch: batch["tokens"].size,

@@ -1,4 +1,5 @@
-"""What a step changes without a gradient: `Spec(trained=False)` and the `updates` of an objective or a model."""
+"""What a step changes without a gradient: `Spec(trained=False)` and the `updates` of an objective
+or a model."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -19,7 +20,13 @@ from jaxformer.runs.metrics import Console, NonFinite, Reporter
 from jaxformer.runs.reproduction import explain
 from jaxformer.training import Lion, Muon, Spikes, optimizers
 from jaxformer.training.recipe import build
-from jaxformer.training.step import StepMetrics, first_state, init_state, make_train_step, state_shardings
+from jaxformer.training.step import (
+    StepMetrics,
+    first_state,
+    init_state,
+    make_train_step,
+    state_shardings,
+)
 from tests.training.rows import EXPERIMENT, Errors, batch_of
 
 VARIABLES = "steps", "objective/mean"
@@ -51,7 +58,9 @@ def expected(batches):
 
 def assert_same(found, wanted):
     for path in VARIABLES:
-        np.testing.assert_allclose(found[path], wanted[path], rtol=1e-6, atol=1e-6, err_msg=path)  # float32 means
+        np.testing.assert_allclose(
+            found[path], wanted[path], rtol=1e-6, atol=1e-6, err_msg=path
+        )  # float32 means
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -75,9 +84,14 @@ def test_pmap_writes_the_mean_of_its_devices():
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(data=1, fsdp=8), Mesh(data=2, fsdp=4, explicit=True)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(data=1, fsdp=8), Mesh(data=2, fsdp=4, explicit=True)], ids=str
+)
 def test_a_mesh_writes_what_one_device_does(mesh):
-    made, batches = replace(EXPERIMENT, mesh=mesh, accumulation=2), [batch_of(step) for step in range(2)]
+    made, batches = (
+        replace(EXPERIMENT, mesh=mesh, accumulation=2),
+        [batch_of(step) for step in range(2)],
+    )
     devices, recipe = make_mesh(mesh), build(made)
     places = state_shardings(recipe, devices)
     with jax.set_mesh(devices):
@@ -87,10 +101,14 @@ def test_a_mesh_writes_what_one_device_does(mesh):
             batch = jax.device_put(batch, sharding.batch_sharding(devices, batch))
             state, _ = block_if_simulated(step(state, batch))
     assert_same(variables(state), expected(batches))
-    assert state.params["objective"]["mean"].sharding.spec == places.params["objective"]["scale"].spec
+    assert (
+        state.params["objective"]["mean"].sharding.spec == places.params["objective"]["scale"].spec
+    )
     one = run(replace(EXPERIMENT, accumulation=2), batches)[0]
     for path, leaf in params.paths(one.params).items():
-        np.testing.assert_allclose(params.paths(state.params)[path], leaf, rtol=1e-5, atol=1e-5, err_msg=path)
+        np.testing.assert_allclose(
+            params.paths(state.params)[path], leaf, rtol=1e-5, atol=1e-5, err_msg=path
+        )
 
 
 @dataclass(frozen=True)
@@ -108,10 +126,14 @@ def test_a_variable_that_is_not_finite_makes_a_bad_step():
     good, bad = (jax.tree.map(lambda x: x.astype(np.float32), batch) for batch in (good, bad))
     before, _ = run(made, [good])
     after, metrics = run(made, [good, bad])
-    assert metrics["skipped"] == 1 and metrics["bad_variables"] == 1 and np.isfinite(metrics["loss"])
+    assert (
+        metrics["skipped"] == 1 and metrics["bad_variables"] == 1 and np.isfinite(metrics["loss"])
+    )
     jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
     jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
-    assert "the new value of steps is not finite in all of it" in explain(made, before, bad)["found"]
+    assert (
+        "the new value of steps is not finite in all of it" in explain(made, before, bad)["found"]
+    )
     said = []
     console = Console(9)
     console.say = said.append  # type: ignore[method-assign]
@@ -126,7 +148,9 @@ def test_a_variable_that_is_not_finite_makes_a_bad_step():
 
 @pytest.mark.parametrize("kind", ["nan", "spike", "empty"])
 def test_a_step_that_changes_nothing_leaves_variables_as_they_were(kind):
-    made = replace(EXPERIMENT, spikes=Spikes(window=2), schedule=lambda experiment: lambda step: 1e-6)
+    made = replace(
+        EXPERIMENT, spikes=Spikes(window=2), schedule=lambda experiment: lambda step: 1e-6
+    )
     batches = [batch_of(0), batch_of(1)]
     before, _ = run(made, batches)
     bad = batch_of(2)
@@ -144,7 +168,9 @@ def test_a_step_that_changes_nothing_leaves_variables_as_they_were(kind):
     assert_same(variables(again), expected([*batches, batch_of(3)]))
 
 
-@pytest.mark.parametrize("optimizer", [EXPERIMENT.optimizer, Lion(), Muon()], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    "optimizer", [EXPERIMENT.optimizer, Lion(), Muon()], ids=lambda o: type(o).__name__
+)
 def test_a_variable_has_no_gradient_no_optimizer_state_and_no_decay(optimizer):
     made = replace(EXPERIMENT, optimizer=optimizer, clip_norm=1e-3)
     recipe, batch = build(made), jax.device_put(batch_of())
@@ -154,7 +180,9 @@ def test_a_variable_has_no_gradient_no_optimizer_state_and_no_decay(optimizer):
     assert params.paths(gradient)["objective/scale"].any()
     trained = {"objective": {"scale": recipe.spec["objective"]["scale"]}, "w": recipe.spec["w"]}
     alone = jax.eval_shape(optimizers.build(optimizer, trained).init, params.abstract(trained))
-    shapes = [sorted(leaf.shape for leaf in jax.tree.leaves(tree)) for tree in (state.opt_state, alone)]
+    shapes = [
+        sorted(leaf.shape for leaf in jax.tree.leaves(tree)) for tree in (state.opt_state, alone)
+    ]
     assert shapes[0] == shapes[1] and (8,) in shapes[0]
     assert {optimizers.routes(optimizer, recipe.spec)[path] for path in VARIABLES} == {"a variable"}
     after, _ = step_of(made)(state, batch)
@@ -182,16 +210,24 @@ class Writes(Errors):
 @pytest.mark.parametrize(
     ("updates", "message"),
     [
-        ((("w/kernel", (8, 1)),), "updates: w/kernel trains, so a step may not write it; declare it with Spec"),
+        (
+            (("w/kernel", (8, 1)),),
+            "updates: w/kernel trains, so a step may not write it; declare it with Spec",
+        ),
         ((("objective/scale", (8,)),), "updates: objective/scale trains"),
-        ((("nothing", ()),), "updates: nothing is no parameter; variables are objective/mean, steps"),
+        (
+            (("nothing", ()),),
+            "updates: nothing is no parameter; variables are objective/mean, steps",
+        ),
         ((("steps", (2,)),), r"updates: steps has shape \(2,\); expected \(\)"),
     ],
 )
 def test_an_update_of_what_is_no_variable_is_refused_by_name(updates, message):
     recipe = build(replace(EXPERIMENT, objective=Writes(updates)))
     with pytest.raises(ConfigError, match=message) as caught:
-        jax.eval_shape(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch_of())
+        jax.eval_shape(
+            make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch_of()
+        )
     assert "\n" not in str(caught.value)
 
 
@@ -223,6 +259,8 @@ def test_a_declared_variable_is_another_description_and_a_parameter_is_the_one_o
     leaf = Spec((8,), ("embed",), zeros)
     names = {"type", "shape", "axes", "init", "contracts", "rate"}
     assert set(config.describe(leaf)) == names
-    assert config.describe(replace(leaf, trained=False)) == config.describe(leaf) | {"trained": False}
+    assert config.describe(replace(leaf, trained=False)) == config.describe(leaf) | {
+        "trained": False
+    }
     assert params.stack(replace(leaf, trained=False), 3).trained is False
     assert params.variables({"a": leaf, "b": {"c": Spec((), (), ones, trained=False)}}) == ["b/c"]

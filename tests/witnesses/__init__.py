@@ -1,7 +1,9 @@
-"""Other people's implementations, run on small random inputs: what they answered is kept in tests/fixtures.
+"""Other people's implementations, run on small random inputs: what they answered is kept in
+tests/fixtures.
 
-Each module here has a `witness() -> {name: array}` that needs torch or the like. Ordinary tests `load` what it wrote; `make
-parity` runs it again. `python -m tests.witnesses [NAME ...]` writes the fixtures anew.
+Each module here has a `witness() -> {name: array}` that needs torch or the like. Ordinary tests
+`load` what it wrote; `make parity` runs it again. `python -m tests.witnesses [NAME ...]` writes the
+fixtures anew.
 """
 
 from pathlib import Path

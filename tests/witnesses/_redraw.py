@@ -1,11 +1,13 @@
-"""Parameters redrawn from a seeded NumPy generator: norms that are not 1, biases that are not 0, so that mistakes show."""
+"""Parameters redrawn from a seeded NumPy generator: norms that are not 1, biases that are not 0, so
+that mistakes show."""
 
 import numpy as np
 import torch
 
 
 def redraw(model: torch.nn.Module, seed: int, gain: float = 1.0) -> dict[str, np.ndarray]:
-    """Fills a model with float32 numbers, norm-preserving matrices times `gain`, and returns them by name."""
+    """Fills a model with float32 numbers, norm-preserving matrices times `gain`, and returns them
+    by name."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, parameter in model.named_parameters():

@@ -1,4 +1,5 @@
-"""transformers' GPT-Neo, whose layers alternate between all earlier tokens and the last four: GPT-3's pattern in small."""
+"""transformers' GPT-Neo, whose layers alternate between all earlier tokens and the last four:
+GPT-3's pattern in small."""
 
 import numpy as np
 
@@ -30,4 +31,6 @@ def witness() -> dict[str, np.ndarray]:
     weights = redraw(model, seed=1)
     tokens = np.random.default_rng(0).integers(0, V, (2, 11))
     logits = model(torch.from_numpy(tokens), use_cache=False).logits
-    return {"tokens": tokens, "logits": logits.detach().numpy()} | {f"weights/{k}": v for k, v in weights.items()}
+    return {"tokens": tokens, "logits": logits.detach().numpy()} | {
+        f"weights/{k}": v for k, v in weights.items()
+    }

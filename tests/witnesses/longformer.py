@@ -1,4 +1,5 @@
-"""transformers' LongformerModel on padded rows, with and without global tokens, in a window that does not divide them."""
+"""transformers' LongformerModel on padded rows, with and without global tokens, in a window that
+does not divide them."""
 
 import numpy as np
 
@@ -36,5 +37,8 @@ def witness() -> dict[str, np.ndarray]:
         inputs = dict(attention_mask=torch.from_numpy(real).long(), global_attention_mask=marked)
         with torch.no_grad():
             out = model(torch.from_numpy(tokens), **inputs)
-        arrays |= {f"{name}/hidden": out.last_hidden_state.numpy(), f"{name}/pooled": out.pooler_output.numpy()}
+        arrays |= {
+            f"{name}/hidden": out.last_hidden_state.numpy(),
+            f"{name}/pooled": out.pooler_output.numpy(),
+        }
     return arrays | {f"weights/{k}": v for k, v in weights.items()}

@@ -1,4 +1,5 @@
-"""lucidrains' LSHAttention (reformer-pytorch): causal or not, keys counted once or each time, within buckets or across."""
+"""lucidrains' LSHAttention (reformer-pytorch): causal or not, keys counted once or each time,
+within buckets or across."""
 
 import numpy as np
 
@@ -17,7 +18,9 @@ def witness() -> dict[str, np.ndarray]:
     rotations = torch.randn((1, H, ROUNDS, T // BUCKET // 2), dtype=torch.float64).numpy()
     arrays = {"query_key": query_key, "value": value, "rotations": rotations}
     for causal, duplicates, across in MODES:
-        options = dict(causal=causal, allow_duplicate_attention=duplicates, attend_across_buckets=across)
+        options = dict(
+            causal=causal, allow_duplicate_attention=duplicates, attend_across_buckets=across
+        )
         attention = LSHAttention(bucket_size=BUCKET, n_hashes=ROUNDS, **options).double().eval()
         torch.manual_seed(3)
         with torch.no_grad():

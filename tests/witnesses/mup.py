@@ -1,4 +1,5 @@
-"""Microsoft's mup: a token table, a hidden layer and a readout, eight times the base width, trained by some steps of Adam."""
+"""Microsoft's mup: a token table, a hidden layer and a readout, eight times the base width, trained
+by some steps of Adam."""
 
 import numpy as np
 
@@ -25,7 +26,9 @@ def witness() -> dict[str, np.ndarray]:
     with torch.no_grad():
         for weight in net.parameters():
             weight.copy_(torch.from_numpy(generator.normal(size=tuple(weight.shape)) / WIDTH**0.5))
-    arrays = {f"start/{name}": weight.detach().numpy().copy() for name, weight in net.named_parameters()}
+    arrays = {
+        f"start/{name}": weight.detach().numpy().copy() for name, weight in net.named_parameters()
+    }
     tokens, labels = (torch.from_numpy(generator.integers(0, VOCABULARY, 32)) for _ in range(2))
     optimizer = MuAdam(net.parameters(), lr=RATE, eps=1e-12)
     logits = []

@@ -1,34 +1,56 @@
-"""How many numbers the published systems have: Hugging Face's classes on torch's meta device, tied tensors counted once."""
+"""How many numbers the published systems have: Hugging Face's classes on torch's meta device, tied
+tensors counted once."""
 
 import numpy as np
 
 LARGE = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
 GPT2 = {
-    "gpt2_small": (1024, 12, 768, 12), "gpt2_medium": (1024, 24, 1024, 16), "gpt2_large": (1024, 36, 1280, 20),
-    "gpt2_xl": (1024, 48, 1600, 25), "gpt3_125m": (2048, 12, 768, 12), "gpt3_350m": (2048, 24, 1024, 16),
-    "gpt3_760m": (2048, 24, 1536, 16), "gpt3_1b3": (2048, 24, 2048, 16), "gpt3_2b7": (2048, 32, 2560, 32),
-    "gpt3_6b7": (2048, 32, 4096, 32), "gpt3_13b": (2048, 40, 5120, 40), "gpt3_175b": (2048, 96, 12288, 96),
-}  # fmt: skip
-LLAMA = {  # hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, num_key_value_heads, vocab_size
-    "llama_7b": (4096, 32, 32, 11008, 32, 32000), "llama_13b": (5120, 40, 40, 13824, 40, 32000),
-    "llama_33b": (6656, 60, 52, 17920, 52, 32000), "llama_65b": (8192, 80, 64, 22016, 64, 32000),
-    "llama2_7b": (4096, 32, 32, 11008, 32, 32000), "llama2_70b": (8192, 80, 64, 28672, 8, 32000),
-    "llama3_8b": (4096, 32, 32, 14336, 8, 128256), "llama3_70b": (8192, 80, 64, 28672, 8, 128256),
-}  # fmt: skip
+    "gpt2_small": (1024, 12, 768, 12),
+    "gpt2_medium": (1024, 24, 1024, 16),
+    "gpt2_large": (1024, 36, 1280, 20),
+    "gpt2_xl": (1024, 48, 1600, 25),
+    "gpt3_125m": (2048, 12, 768, 12),
+    "gpt3_350m": (2048, 24, 1024, 16),
+    "gpt3_760m": (2048, 24, 1536, 16),
+    "gpt3_1b3": (2048, 24, 2048, 16),
+    "gpt3_2b7": (2048, 32, 2560, 32),
+    "gpt3_6b7": (2048, 32, 4096, 32),
+    "gpt3_13b": (2048, 40, 5120, 40),
+    "gpt3_175b": (2048, 96, 12288, 96),
+}
+# hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, num_key_value_heads,
+# vocab_size
+LLAMA = {
+    "llama_7b": (4096, 32, 32, 11008, 32, 32000),
+    "llama_13b": (5120, 40, 40, 13824, 40, 32000),
+    "llama_33b": (6656, 60, 52, 17920, 52, 32000),
+    "llama_65b": (8192, 80, 64, 22016, 64, 32000),
+    "llama2_7b": (4096, 32, 32, 11008, 32, 32000),
+    "llama2_70b": (8192, 80, 64, 28672, 8, 32000),
+    "llama3_8b": (4096, 32, 32, 14336, 8, 128256),
+    "llama3_70b": (8192, 80, 64, 28672, 8, 128256),
+}
 T5 = {  # num_layers, d_model, d_ff, num_heads, d_kv
-    "t5_small": (6, 512, 2048, 8, 64), "t5_base": (12, 768, 3072, 12, 64), "t5_large": (24, 1024, 4096, 16, 64),
-    "t5_3b": (24, 1024, 16384, 32, 128), "t5_11b": (24, 1024, 65536, 128, 128),
-}  # fmt: skip
+    "t5_small": (6, 512, 2048, 8, 64),
+    "t5_base": (12, 768, 3072, 12, 64),
+    "t5_large": (24, 1024, 4096, 16, 64),
+    "t5_3b": (24, 1024, 16384, 32, 128),
+    "t5_11b": (24, 1024, 65536, 128, 128),
+}
 T5_V1_1 = {
     "t5_v1_1_small": (8, 512, 1024, 6, 64), "t5_v1_1_base": (12, 768, 2048, 12, 64),
     "t5_v1_1_large": (24, 1024, 2816, 16, 64), "t5_v1_1_xl": (24, 2048, 5120, 32, 64),
     "t5_v1_1_xxl": (24, 4096, 10240, 64, 64),
 }  # fmt: skip
 VIT = {  # hidden_size, num_hidden_layers, num_attention_heads, patch_size, image_size
-    "vit_tiny": (192, 12, 3, 16, 224), "vit_small": (384, 12, 6, 16, 224), "vit_base": (768, 12, 12, 16, 224),
-    "vit_base_32": (768, 12, 12, 32, 224), "vit_base_384": (768, 12, 12, 16, 384), "vit_large": (1024, 24, 16, 16, 224),
+    "vit_tiny": (192, 12, 3, 16, 224),
+    "vit_small": (384, 12, 6, 16, 224),
+    "vit_base": (768, 12, 12, 16, 224),
+    "vit_base_32": (768, 12, 12, 32, 224),
+    "vit_base_384": (768, 12, 12, 16, 384),
+    "vit_large": (1024, 24, 16, 16, 224),
     "vit_huge": (1280, 32, 16, 14, 224),
-}  # fmt: skip
+}
 
 
 def witness() -> dict[str, np.ndarray]:
@@ -44,7 +66,9 @@ def count(model_class: str, config, less: str = "", more: int = 0) -> int:
     with torch.device("meta"):
         model = getattr(transformers, model_class)(config)
     model.tie_weights()
-    sizes = {id(p): p.numel() for name, p in model.named_parameters() if not less or less not in name}
+    sizes = {
+        id(p): p.numel() for name, p in model.named_parameters() if not less or less not in name
+    }
     return sum(sizes.values()) + more
 
 
@@ -53,54 +77,115 @@ def builds() -> dict[str, tuple]:
 
     found: dict[str, tuple] = {}
     for name, (length, layers, width, heads) in GPT2.items():
-        found[name] = "GPT2LMHeadModel", t.GPT2Config(n_positions=length, n_layer=layers, n_embd=width, n_head=heads)
+        found[name] = (
+            "GPT2LMHeadModel",
+            t.GPT2Config(n_positions=length, n_layer=layers, n_embd=width, n_head=heads),
+        )
     for name, (width, layers, heads, inner, kv, vocab) in LLAMA.items():
-        sizes = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=inner)
-        found[name] = "LlamaForCausalLM", t.LlamaConfig(num_key_value_heads=kv, vocab_size=vocab, **sizes)
-    sizes = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+        sizes = dict(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=inner,
+        )
+        found[name] = (
+            "LlamaForCausalLM",
+            t.LlamaConfig(num_key_value_heads=kv, vocab_size=vocab, **sizes),
+        )
+    sizes = dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
+    )
     sizes |= dict(num_key_value_heads=8, vocab_size=32000)
     found["mistral_7b"] = "MistralForCausalLM", t.MistralConfig(**sizes)
     found["mixtral_8x7b"] = "MixtralForCausalLM", t.MixtralConfig(**sizes, num_local_experts=8)
-    sizes = dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, intermediate_size=18944)
-    found["qwen2_7b"] = "Qwen2ForCausalLM", t.Qwen2Config(**sizes, num_key_value_heads=4, vocab_size=152064)
-    sizes = dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864)
+    sizes = dict(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, intermediate_size=18944
+    )
+    found["qwen2_7b"] = (
+        "Qwen2ForCausalLM",
+        t.Qwen2Config(**sizes, num_key_value_heads=4, vocab_size=152064),
+    )
+    sizes = dict(
+        hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864
+    )
     sizes |= dict(num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
     found["qwen2_05b"] = "Qwen2ForCausalLM", t.Qwen2Config(**sizes)
     for size, sizes in (("base", {}), ("large", LARGE)):
         found[f"bert_{size}"] = "BertForPreTraining", t.BertConfig(**sizes)
         found[f"bert_{size}_encoder"] = "BertModel", t.BertConfig(**sizes)
         layers = sizes.get("num_hidden_layers", 12)
-        long = dict(vocab_size=50265, max_position_embeddings=4098, type_vocab_size=1, attention_window=[512] * layers)
+        long = dict(
+            vocab_size=50265,
+            max_position_embeddings=4098,
+            type_vocab_size=1,
+            attention_window=[512] * layers,
+        )
         found[f"longformer_{size}"] = "LongformerModel", t.LongformerConfig(**long, **sizes)
         found[f"bigbird_{size}"] = "BigBirdModel", t.BigBirdConfig(**sizes)
     found["bert_base_mlm"] = "BertForMaskedLM", t.BertConfig()
     found["bert_base_cased_encoder"] = "BertModel", t.BertConfig(vocab_size=28996)
     roberta = dict(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1)
     found["roberta_base"] = "RobertaModel", t.RobertaConfig(**roberta)
-    long = dict(vocab_size=50265, max_position_embeddings=4098, type_vocab_size=1, attention_window=[512] * 12)
+    long = dict(
+        vocab_size=50265,
+        max_position_embeddings=4098,
+        type_vocab_size=1,
+        attention_window=[512] * 12,
+    )
     found["longformer_base_mlm"] = "LongformerForMaskedLM", t.LongformerConfig(**long)
     found["bigbird_base_pretraining"] = "BigBirdForPreTraining", t.BigBirdConfig()
     reformer = dict(
-        vocab_size=258, hidden_size=1024, attention_head_size=128, num_attention_heads=8, feed_forward_size=4096,
-        attn_layers=["local", "local", "lsh", "local"] * 3, num_hidden_layers=12, axial_pos_shape=[128, 512],
-        axial_pos_embds_dim=[256, 768], max_position_embeddings=65536, is_decoder=True, num_buckets=512,
-    )  # fmt: skip
+        vocab_size=258,
+        hidden_size=1024,
+        attention_head_size=128,
+        num_attention_heads=8,
+        feed_forward_size=4096,
+        attn_layers=["local", "local", "lsh", "local"] * 3,
+        num_hidden_layers=12,
+        axial_pos_shape=[128, 512],
+        axial_pos_embds_dim=[256, 768],
+        max_position_embeddings=65536,
+        is_decoder=True,
+        num_buckets=512,
+    )
     found["reformer_enwik8"] = "ReformerModelWithLMHead", t.ReformerConfig(**reformer)
     marian = {"transformer_base": (512, 2048, 8, 37000), "transformer_big": (1024, 4096, 16, 37000)}
-    for name, (width, inner, heads, vocab) in (marian | {"transformer_base_en_fr": (512, 2048, 8, 32000)}).items():
-        sides = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (("layers", 6), ("ffn_dim", inner))}
+    for name, (width, inner, heads, vocab) in (
+        marian | {"transformer_base_en_fr": (512, 2048, 8, 32000)}
+    ).items():
+        sides = {
+            f"{side}_{key}": n
+            for side in ("encoder", "decoder")
+            for key, n in (("layers", 6), ("ffn_dim", inner))
+        }
         config = t.MarianConfig(
-            vocab_size=vocab, d_model=width, encoder_attention_heads=heads, decoder_attention_heads=heads, **sides,
-            pad_token_id=vocab - 1, decoder_start_token_id=vocab - 1, max_position_embeddings=512,
-        )  # fmt: skip
+            vocab_size=vocab,
+            d_model=width,
+            encoder_attention_heads=heads,
+            decoder_attention_heads=heads,
+            **sides,
+            pad_token_id=vocab - 1,
+            decoder_start_token_id=vocab - 1,
+            max_position_embeddings=512,
+        )
         found[name] = "MarianMTModel", config, "embed_positions"  # a table of sines, not trained
     for name, (layers, width, inner, heads, head_width) in (T5 | T5_V1_1).items():
         sizes = dict(num_layers=layers, d_model=width, d_ff=inner, num_heads=heads, d_kv=head_width)
         gated = dict(feed_forward_proj="gated-gelu") if name in T5_V1_1 else {}
         # transformers 5 ties the output matrix even where the published weights have their own
-        found[name] = "T5ForConditionalGeneration", t.T5Config(**sizes, **gated), "", 32128 * width * (name in T5_V1_1)
+        found[name] = (
+            "T5ForConditionalGeneration",
+            t.T5Config(**sizes, **gated),
+            "",
+            32128 * width * (name in T5_V1_1),
+        )
     for name, (width, layers, heads, patch, image) in VIT.items():
-        sizes = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * width)
+        sizes = dict(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+        )
         config = t.ViTConfig(patch_size=patch, image_size=image, num_labels=1000, **sizes)
         found[name] = "ViTForImageClassification", config
     found["vit_base_backbone"] = "ViTForImageClassification", t.ViTConfig(num_labels=0)

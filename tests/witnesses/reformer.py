@@ -1,4 +1,5 @@
-"""transformers' Reformer, local and LSH layers between reversible streams: encoder, decoder, two hash factors."""
+"""transformers' Reformer, local and LSH layers between reversible streams: encoder, decoder, two
+hash factors."""
 
 import numpy as np
 
@@ -17,7 +18,11 @@ def witness() -> dict[str, np.ndarray]:
     for name, (causal, buckets) in CASES.items():
         model, weights = _model(causal, buckets)
         with torch.no_grad():
-            out = model(torch.from_numpy(tokens), attention_mask=torch.from_numpy(real).long(), use_cache=False)
+            out = model(
+                torch.from_numpy(tokens),
+                attention_mask=torch.from_numpy(real).long(),
+                use_cache=False,
+            )
         width = buckets // 2 if isinstance(buckets, int) else sum(buckets) // 2
         torch.manual_seed(SEED)  # as every LSH layer does, which makes all of them hash alike
         rotations = torch.randn((N, H, ROUNDS, width), dtype=torch.float64).numpy()

@@ -1,4 +1,5 @@
-"""torch.nn.Transformer, post- and pre-norm, with padded sources; and what scaled_dot_product_attention takes for granted."""
+"""torch.nn.Transformer, post- and pre-norm, with padded sources; and what
+scaled_dot_product_attention takes for granted."""
 
 import numpy as np
 
@@ -13,8 +14,14 @@ def witness() -> dict[str, np.ndarray]:
 
     rng = np.random.default_rng(0)
     B, S, T = 2, 9, 6
-    arrays = {"source": rng.normal(size=(B, S, D)), "target": rng.normal(size=(B, T, D)), "lengths": np.array([S, 6])}
-    ignored = torch.from_numpy(np.arange(S)[None] >= arrays["lengths"][:, None])  # True hides, in these two masks
+    arrays = {
+        "source": rng.normal(size=(B, S, D)),
+        "target": rng.normal(size=(B, T, D)),
+        "lengths": np.array([S, 6]),
+    }
+    ignored = torch.from_numpy(
+        np.arange(S)[None] >= arrays["lengths"][:, None]
+    )  # True hides, in these two masks
     for name, first in (("post", False), ("pre", True)):
         options = dict(dropout=0.0, batch_first=True, norm_first=first, layer_norm_eps=EPS)
         model = torch.nn.Transformer(D, N, LAYERS, LAYERS, F, **options).double().eval()
@@ -26,7 +33,9 @@ def witness() -> dict[str, np.ndarray]:
             src_key_padding_mask=ignored,
             memory_key_padding_mask=ignored,
         )
-    query, key, value = (rng.normal(size=(1, length, heads, 4)) for length, heads in ((3, 4), (5, 2), (5, 2)))
+    query, key, value = (
+        rng.normal(size=(1, length, heads, 4)) for length, heads in ((3, 4), (5, 2), (5, 2))
+    )
     arrays |= {"query": query, "key": key, "value": value}
     heads_first = [torch.from_numpy(x.swapaxes(1, 2).copy()) for x in (query, key, value)]
     visible = np.ones((3, 5), bool)
@@ -39,4 +48,6 @@ def witness() -> dict[str, np.ndarray]:
     for name, option in options.items():
         arrays[name] = sdpa(*heads_first, enable_gqa=True, **option).swapaxes(1, 2)
     numpy = lambda x: x.detach().numpy() if isinstance(x, torch.Tensor) else x
-    return {name: numpy(x) for name, x in arrays.items()} | {f"weights/{name}": x for name, x in weights.items()}
+    return {name: numpy(x) for name, x in arrays.items()} | {
+        f"weights/{name}": x for name, x in weights.items()
+    }

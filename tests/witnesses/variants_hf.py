@@ -1,4 +1,5 @@
-"""transformers' Qwen3, DiffLlama, SmolLM3 and Llama 4 as whole models; the attention layers of OLMo 2 and Qwen3-Next."""
+"""transformers' Qwen3, DiffLlama, SmolLM3 and Llama 4 as whole models; the attention layers of OLMo
+2 and Qwen3-Next."""
 
 import re
 
@@ -40,12 +41,17 @@ def witness() -> dict[str, np.ndarray]:
         SmolLM3ForCausalLM,
     )  # fmt: skip
     from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2RotaryEmbedding
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
+    from transformers.models.qwen3_next.modeling_qwen3_next import (
+        Qwen3NextAttention,
+        Qwen3NextRotaryEmbedding,
+    )
 
     rng = np.random.default_rng(0)
     tokens, x = rng.integers(3, V, (2, T)), rng.normal(size=(2, T, D)).astype(np.float32)
     arrays = {"tokens": tokens, "x": x}
-    llama4 = SIZES | dict(intermediate_size_mlp=F, moe_layers=[], use_qk_norm=False, attention_chunk_size=CHUNK)
+    llama4 = SIZES | dict(
+        intermediate_size_mlp=F, moe_layers=[], use_qk_norm=False, attention_chunk_size=CHUNK
+    )
     llama4 |= dict(floor_scale=FLOOR_SCALE, attn_scale=ATTN_SCALE, no_rope_layer_interval=2)
     models = {
         "qwen3": (Qwen3ForCausalLM, Qwen3Config, SIZES),
@@ -84,14 +90,20 @@ def witness() -> dict[str, np.ndarray]:
 
 
 def drawn(module, seed):
-    """New weights of 16 bits, which keeps the fixture small, those of layers by name along a first axis."""
+    """New weights of 16 bits, which keeps the fixture small, those of layers by name along a first
+    axis."""
     import torch
 
     from tests.witnesses._redraw import redraw
 
     weights = {name: array.astype(np.float16) for name, array in redraw(module, seed).items()}
-    module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()}, strict=False)
+    module.load_state_dict(
+        {name: torch.from_numpy(array) for name, array in weights.items()}, strict=False
+    )
     layers = {}
     for name, array in weights.items():
         layers.setdefault(re.sub(r"layers\.\d+\.", "layers.", name), []).append(array)
-    return {name: np.stack(arrays) if "layers." in name else arrays[0] for name, arrays in layers.items()}
+    return {
+        name: np.stack(arrays) if "layers." in name else arrays[0]
+        for name, arrays in layers.items()
+    }

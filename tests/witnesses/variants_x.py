@@ -1,7 +1,7 @@
 """x-transformers' attention layers: gates, sigmoid attention, value residual.
 
-Where they are not the papers': sigmoid attention has no bias, and the learned value residual is a gate a token and head;
-here its kernel is zero, so that the gate is a number a layer.
+Where they are not the papers': sigmoid attention has no bias, and the learned value residual is a
+gate a token and head; here its kernel is zero, so that the gate is a number a layer.
 """
 
 import numpy as np
@@ -29,7 +29,9 @@ def witness() -> dict[str, np.ndarray]:
         if name == "residual_second":
             weights["to_value_residual_mix.0.weight"][:] = 0
             weights["to_value_residual_mix.0.bias"][:] = -0.8
-            layer.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()}, strict=False)
+            layer.load_state_dict(
+                {k: torch.from_numpy(v) for k, v in weights.items()}, strict=False
+            )
         options = {"value_residual": first} if name == "residual_second" else {}
         out, beside = layer(torch.from_numpy(x).double(), return_intermediates=True, **options)
         first = beside.values

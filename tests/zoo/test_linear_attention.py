@@ -1,4 +1,5 @@
-"""Linear attention against its quadratic definition in float64, form against form, and other people's code."""
+"""Linear attention against its quadratic definition in float64, form against form, and other
+people's code."""
 
 import inspect
 from functools import partial
@@ -20,9 +21,11 @@ from jaxformer.zoo.linear_attention import (
 from jaxformer.zoo.performer import attention as favor_attention
 from tests.witnesses import load
 
-# float64 sums of some hundred terms of order one: 1e-12 leaves three digits for the order of summation.
+# float64 sums of some hundred terms of order one: 1e-12 leaves three digits for the order of
+# summation.
 FLOAT64 = dict(rtol=1e-12, atol=1e-12)
-# float32 unit roundoff is 6e-8: sums of <= 100 positive products of order one, and a quotient that keeps relative errors.
+# float32 unit roundoff is 6e-8: sums of <= 100 positive products of order one, and a quotient that
+# keeps relative errors.
 FLOAT32 = dict(rtol=1e-5, atol=1e-5)
 
 
@@ -37,7 +40,9 @@ def witness(query, key, value, visible, phi=elu_witness, eps=1e-6):
     out = np.zeros((B, T, N, value.shape[-1]))
     for b, t, n in np.ndindex(B, T, N):
         k = n // (N // key.shape[2])
-        weights = [phi(query[b, t, n]) @ phi(key[b, s, k]) * visible[b, t, s] for s in range(key.shape[1])]
+        weights = [
+            phi(query[b, t, n]) @ phi(key[b, s, k]) * visible[b, t, s] for s in range(key.shape[1])
+        ]
         if visible[b, t].any():
             out[b, t, n] = np.array(weights) @ value[b, :, k] / (sum(weights) + eps)
     return out
@@ -53,10 +58,14 @@ def quadratic(query, key, value, visible, phi, eps=1e-6):
 
 
 def case(seed, causal, segments, lengths, T, S, heads=(4, 2), dtype=np.float64):
-    """Arrays, a mask and, from its definition, the table `[B, T, S]` of what it shows; queries end where keys end."""
+    """Arrays, a mask and, from its definition, the table `[B, T, S]` of what it shows; queries end
+    where keys end."""
     rng = np.random.default_rng(seed)
     B, (N, K), H, Hv = 2, heads, 3, 5
-    arrays = [rng.normal(size=shape).astype(dtype) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, Hv))]
+    arrays = [
+        rng.normal(size=shape).astype(dtype)
+        for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, Hv))
+    ]
     i, j = (S - T + np.arange(T))[None, :, None], np.arange(S)[None, None]
     mask, visible = masks.full(), np.ones((B, T, S), bool)
     if causal:
@@ -70,7 +79,10 @@ def case(seed, causal, segments, lengths, T, S, heads=(4, 2), dtype=np.float64):
         visible = visible & (of_query == ids[:, None]) & (ids[:, None] != 0)
     if lengths:
         end = np.array([S - 1, S // 2])
-        mask, visible = mask & masks.lengths(kv=jnp.asarray(end)), visible & (j < end[:, None, None])
+        mask, visible = (
+            mask & masks.lengths(kv=jnp.asarray(end)),
+            visible & (j < end[:, None, None]),
+        )
     return [jnp.asarray(x) for x in arrays], mask, visible
 
 
@@ -99,7 +111,13 @@ def test_equals_its_definition(rule, lengths):
     st.sampled_from(LENGTHS),
     st.sampled_from([(1, 1), (4, 2), (3, 1)]),
     st.integers(1, 20),
-    st.sampled_from([elu_plus_one, lambda x: jax.nn.relu(x) + 1e-3, lambda x: jnp.concatenate([jnp.exp(x), jnp.exp(-x)], -1)]),
+    st.sampled_from(
+        [
+            elu_plus_one,
+            lambda x: jax.nn.relu(x) + 1e-3,
+            lambda x: jnp.concatenate([jnp.exp(x), jnp.exp(-x)], -1),
+        ]
+    ),
 )
 def test_float64_value_and_gradients(seed, rule, lengths, heads, chunk, phi):
     with jax.enable_x64(True):
@@ -108,19 +126,24 @@ def test_float64_value_and_gradients(seed, rule, lengths, heads, chunk, phi):
 
         @jax.jit
         def both(g, *arrays):
-            ours = jax.vjp(partial(linear_attention, mask=mask, feature_map=phi, chunk=chunk), *arrays)
+            ours = jax.vjp(
+                partial(linear_attention, mask=mask, feature_map=phi, chunk=chunk), *arrays
+            )
             theirs = jax.vjp(lambda *a: quadratic(*a, jnp.asarray(visible), phi), *arrays)
             return [(out, pullback(g)) for out, pullback in (ours, theirs)]
 
         ours, theirs = both(g, *arrays)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), ours, theirs)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10), ours, theirs
+        )
         assert ours[0].dtype == jnp.float64
 
 
 @pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("prefix", [0, 7])
 def test_prefix_state_and_steps_equal_the_whole(prefix):
-    """The state after a prefix, then token by token or all at once, is causal attention; so is the state that is left."""
+    """The state after a prefix, then token by token or all at once, is causal attention; so is the
+    state that is left."""
     arrays, mask, _ = case(1, True, False, False, 12, 12, dtype=np.float32)
     (B, _, K, H), Hv = arrays[1].shape, arrays[2].shape[-1]
     empty = LinearState(jnp.zeros((B, K, H, Hv)), jnp.zeros((B, K, H)))
@@ -132,7 +155,9 @@ def test_prefix_state_and_steps_equal_the_whole(prefix):
         state, _ = linear_attention_step(empty, *(x[:, :prefix] for x in (query, key, value)))
         rest = [x[:, prefix:] for x in (query, key, value)]
         tokens = [x.swapaxes(0, 1)[:, :, None] for x in rest]
-        after, steps = jax.lax.scan(lambda state, token: linear_attention_step(state, *token), state, tokens)
+        after, steps = jax.lax.scan(
+            lambda state, token: linear_attention_step(state, *token), state, tokens
+        )
         also_after, at_once = linear_attention_step(state, *rest, chunk=3)
         states = after, also_after, sums(elu_plus_one(key), value)
         return whole[:, prefix:], steps[:, :, 0].swapaxes(0, 1), at_once, states
@@ -145,9 +170,13 @@ def test_prefix_state_and_steps_equal_the_whole(prefix):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("f", "causal"), [("elu", False), ("elu", True), ("shen", False), ("shen", True), ("favor", False)])
+@pytest.mark.parametrize(
+    ("f", "causal"),
+    [("elu", False), ("elu", True), ("shen", False), ("shen", True), ("favor", False)],
+)
 def test_packed_sequences_do_not_meet_and_padding_does_not_matter(f, causal):
-    """Two documents and padding in one row = each alone; NaN in the padding reaches neither values nor gradients.
+    """Two documents and padding in one row = each alone; NaN in the padding reaches neither values
+    nor gradients.
 
     Row 1 is padding only: its queries see nothing, yield zeros and pass no gradient.
     """
@@ -157,7 +186,9 @@ def test_packed_sequences_do_not_meet_and_padding_does_not_matter(f, causal):
         "elu": linear_attention,
         "shen": efficient_attention,
         # eps = 0: with a row's documents sharing one stabiliser, eps is not the same share of each
-        "favor": lambda q, k, v, **options: favor_attention(q, k, v, projection, eps=0.0, **options),
+        "favor": lambda q, k, v, **options: favor_attention(
+            q, k, v, projection, eps=0.0, **options
+        ),
     }[f]
     query, key, value = (rng.normal(size=(2, 13, n, 3)).astype(np.float32) for n in (4, 2, 2))
     ids = np.array([[1] * 5 + [0] + [2] * 5 + [0] * 2, [0] * 13])
@@ -166,7 +197,9 @@ def test_packed_sequences_do_not_meet_and_padding_does_not_matter(f, causal):
 
     @jax.jit
     def packed(ids, *arrays):
-        out, pullback = jax.vjp(partial(function, mask=rule & masks.segments(ids), chunk=4), *arrays)
+        out, pullback = jax.vjp(
+            partial(function, mask=rule & masks.segments(ids), chunk=4), *arrays
+        )
         return out, pullback(jnp.ones_like(out))
 
     out, gradients = jax.tree.map(np.asarray, packed(ids, *dirty))
@@ -181,8 +214,11 @@ def test_packed_sequences_do_not_meet_and_padding_does_not_matter(f, causal):
 @pytest.mark.thorough
 @pytest.mark.parametrize("rule", [masks.full(), masks.causal()], ids=str)
 def test_a_row_whose_ids_come_again_is_nan(rule):
-    """The sums forget a segment when the next begins; rows in runs of ids, whatever their order, are as the mask says."""
-    ids = jnp.array([[1, 1, 2, 0, 1, 1], [3, 3, 0, 3, 1, 1], [0, 0, 2, 1, 1, 0], [1, 0, 2, 2, 3, 1]])
+    """The sums forget a segment when the next begins; rows in runs of ids, whatever their order,
+    are as the mask says."""
+    ids = jnp.array(
+        [[1, 1, 2, 0, 1, 1], [3, 3, 0, 3, 1, 1], [0, 0, 2, 1, 1, 0], [1, 0, 2, 2, 3, 1]]
+    )
     x, mask = jax.random.normal(jax.random.key(0), (4, 6, 2, 3)), rule & masks.segments(ids)
     weights = jnp.einsum("btnm,bsnm->bnts", elu_plus_one(x), elu_plus_one(x)) * mask.dense(6, 6)
     expected = jnp.einsum("bnts,bsnm->btnm", weights / (weights.sum(-1, keepdims=True) + 1e-6), x)
@@ -235,19 +271,26 @@ def test_without_any_key_the_answer_is_zeros(mask):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("f", ["elu", "shen"])
 def test_causality(f, causal):
-    """Token t of keys and values changes the outputs from t on and no others; without causal(), all."""
+    """Token t of keys and values changes the outputs from t on and no others; without causal(),
+    all."""
     (query, key, value), _, _ = case(5, False, False, False, 11, 11, dtype=np.float32)
     mask = masks.causal() if causal else masks.full()
-    call = jax.jit(partial({"elu": linear_attention, "shen": efficient_attention}[f], mask=mask, chunk=4))
+    call = jax.jit(
+        partial({"elu": linear_attention, "shen": efficient_attention}[f], mask=mask, chunk=4)
+    )
     before, t = np.asarray(call(query, key, value)), 6
-    changed = [x + np.float32(10) * (np.arange(11) == t)[None, :, None, None].astype(np.float32) for x in (key, value)]
+    changed = [
+        x + np.float32(10) * (np.arange(11) == t)[None, :, None, None].astype(np.float32)
+        for x in (key, value)
+    ]
     differs = (np.asarray(call(query, *changed)) != before).any(axis=(0, 2, 3))
     assert differs[t:].all() and differs[:t].any() == (not causal)
 
 
 @pytest.mark.thorough
 def test_memory_of_the_backward_pass_is_linear():
-    """No state a token: with M = Hv = 64 that would be 64 times the size of the values. Compiled, so counted, not run."""
+    """No state a token: with M = Hv = 64 that would be 64 times the size of the values. Compiled,
+    so counted, not run."""
     T = 8192
     one = jax.ShapeDtypeStruct((1, T, 1, 64), jnp.float32)
     mask = masks.causal() & masks.segments(jnp.ones((1, T), jnp.int32))
@@ -294,13 +337,20 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("mask", REFUSED)
-@pytest.mark.parametrize("f", [linear_attention, efficient_attention, partial(favor_attention, projection=jnp.ones((4, 2)))])
+@pytest.mark.parametrize(
+    "f",
+    [linear_attention, efficient_attention, partial(favor_attention, projection=jnp.ones((4, 2)))],
+)
 def test_other_masks_are_refused_by_name(f, mask):
     x = jnp.ones((1, 4, 2, 2))
     with pytest.raises(NotImplementedError) as error:
         f(x, x, x, mask=mask)
     name = f.func.__name__ if isinstance(f, partial) else f.__name__
-    assert name in str(error.value) and str(mask) in str(error.value) and "blockwise" in str(error.value)
+    assert (
+        name in str(error.value)
+        and str(mask) in str(error.value)
+        and "blockwise" in str(error.value)
+    )
 
 
 def test_a_traced_offset_is_refused():
@@ -326,7 +376,8 @@ def test_errors_at_the_door(shapes, words):
 
 @pytest.mark.thorough
 def test_katharopoulos_and_shen():
-    """The recurrence of Katharopoulos et al., and linear-attention-transformer's two forms of Shen et al.; all float64."""
+    """The recurrence of Katharopoulos et al., and linear-attention-transformer's two forms of Shen
+    et al.; all float64."""
     with jax.enable_x64(True):
         w = load("linear_attention")
         arrays, padded = (
@@ -340,6 +391,8 @@ def test_katharopoulos_and_shen():
             "shen_padded": (efficient_attention, padded),
             "shen_causal": (efficient_attention, masks.causal()),
         }
-        run = jax.jit(lambda *a: {name: f(*a, mask=mask, chunk=4) for name, (f, mask) in variants.items()})
+        run = jax.jit(
+            lambda *a: {name: f(*a, mask=mask, chunk=4) for name, (f, mask) in variants.items()}
+        )
         for name, ours in run(*arrays).items():
             np.testing.assert_allclose(ours, w[name], err_msg=name, **FLOAT64)

@@ -12,14 +12,17 @@ from jaxformer.ops.einsum import einsum
 from jaxformer.zoo.linformer import attention as linformer_attention
 from tests.witnesses import load
 
-# float64 sums of some tens of terms of order one: 1e-12 leaves three digits for the order of summation.
+# float64 sums of some tens of terms of order one: 1e-12 leaves three digits for the order of
+# summation.
 FLOAT64 = dict(rtol=1e-12, atol=1e-12)
-# float32 unit roundoff is 6e-8: two sums of ten products of order one before an exp that keeps their absolute error.
+# float32 unit roundoff is 6e-8: two sums of ten products of order one before an exp that keeps
+# their absolute error.
 FLOAT32 = dict(rtol=2e-5, atol=2e-5)
 
 
 def witness(query, key, value, E, F, lengths):
-    """softmax(q (E^T k)^T / sqrt(H)) F^T v, one query of one head at a time, over each row's first `lengths` keys."""
+    """softmax(q (E^T k)^T / sqrt(H)) F^T v, one query of one head at a time, over each row's first
+    `lengths` keys."""
     query, key, value, E, F = (np.asarray(a, np.float64) for a in (query, key, value, E, F))
     (B, T, N, H), K = query.shape, key.shape[2]
     of_head = lambda projection, k: projection if projection.ndim == 2 else projection[k]
@@ -44,7 +47,8 @@ def case(seed, dtype=np.float32, per_head=False, T=5, S=7, L=9, R=3):
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_equals_its_definition(per_head, padded):
-    """Cross-attention of 5 queries to 7 keys by projections made for 9; grouped heads; with and without padding."""
+    """Cross-attention of 5 queries to 7 keys by projections made for 9; grouped heads; with and
+    without padding."""
     with jax.enable_x64(True):
         arrays = case(0, np.float64, per_head)
         lengths = [7, 4] if padded else [7, 7]
@@ -63,8 +67,12 @@ def test_gradients_equal_finite_differences():
         gradients = jax.jit(jax.grad(f, range(5)))(*point)
         for _ in range(3):
             step = [rng.normal(size=x.shape) for x in point]
-            # h = 1e-5: the truncation error h^2 and the rounding error 1e-16 / h both stay below 1e-9
-            ends = [f(*(x + sign * 1e-5 * d for x, d in zip(point, step, strict=True))) for sign in (1, -1)]
+            # h = 1e-5: the truncation error h^2 and the rounding error 1e-16 / h both stay below
+            # 1e-9
+            ends = [
+                f(*(x + sign * 1e-5 * d for x, d in zip(point, step, strict=True)))
+                for sign in (1, -1)
+            ]
             slope = sum(np.vdot(d, x) for d, x in zip(step, gradients, strict=True))
             np.testing.assert_allclose((ends[0] - ends[1]) / 2e-5, slope, rtol=1e-7, atol=1e-8)
 
@@ -74,16 +82,21 @@ def test_the_ways_of_sharing_are_ways_of_passing_arrays():
     query, key, value, E, F = case(2)
     call = jax.jit(linformer_attention)
     headwise = call(query, key, value, E, F)
-    each = call(query, key, value, jnp.stack([E, E]), jnp.stack([F, F]))  # a copy for each of the two key heads
+    each = call(
+        query, key, value, jnp.stack([E, E]), jnp.stack([F, F])
+    )  # a copy for each of the two key heads
     np.testing.assert_allclose(each, headwise, **FLOAT32)
-    np.testing.assert_allclose(call(query, key, value, E), call(query, key, value, E, E), **FLOAT32)  # key-value
+    np.testing.assert_allclose(
+        call(query, key, value, E), call(query, key, value, E, E), **FLOAT32
+    )  # key-value
     assert np.abs(call(query, key, value, E) - headwise).max() > 1e-2
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("by", ["lengths", "segments"])
 def test_padding_does_not_matter(by):
-    """A padded row = the row cut short; NaN in the padding reaches neither values nor gradients; an empty row is zeros."""
+    """A padded row = the row cut short; NaN in the padding reaches neither values nor gradients; an
+    empty row is zeros."""
     query, key, value, E, F = case(3, T=7)
     ends = np.array([7, 4])
     padding = (np.arange(7)[None] >= ends[:, None])[..., None, None]
@@ -110,15 +123,21 @@ def test_padding_does_not_matter(by):
 def test_a_packed_row_is_nan_and_the_others_are_not():
     query, key, value, E, F = case(4, T=7)
     ids = jnp.array([[1, 1, 2, 2, 0, 0, 0], [3, 3, 3, 3, 3, 3, 0]])
-    out = jax.jit(lambda ids: linformer_attention(query, key, value, E, F, mask=masks.segments(ids)))(ids)
+    out = jax.jit(
+        lambda ids: linformer_attention(query, key, value, E, F, mask=masks.segments(ids))
+    )(ids)
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
 
 
-@pytest.mark.parametrize("mask", [masks.causal(), masks.window(3, 3), masks.full() & masks.causal(), ~masks.causal()])
+@pytest.mark.parametrize(
+    "mask", [masks.causal(), masks.window(3, 3), masks.full() & masks.causal(), ~masks.causal()]
+)
 def test_masks_that_need_single_keys_are_refused_by_name(mask):
     with pytest.raises(NotImplementedError, match="linformer_attention") as error:
         linformer_attention(*case(5), mask=mask)
-    assert str(mask) in str(error.value) and "attention(implementation='blockwise')" in str(error.value)
+    assert str(mask) in str(error.value) and "attention(implementation='blockwise')" in str(
+        error.value
+    )
 
 
 @pytest.mark.thorough
@@ -136,7 +155,8 @@ def test_bfloat16(per_head):
     assert out.dtype == jnp.bfloat16 and all(x.dtype == jnp.bfloat16 for x in gradients)
     np.testing.assert_allclose(wide, witness(*arrays, [7, 7]), **FLOAT32)
     for ours, theirs in zip((out, *gradients), (wide, *wide_gradients), strict=True):
-        # E^T k, E^T v, weights, output and their cotangents are each rounded once, by 2^-9: some eight of them in norm
+        # E^T k, E^T v, weights, output and their cotangents are each rounded once, by 2^-9: some
+        # eight of them in norm
         assert np.linalg.norm(np.float32(ours) - theirs) <= 8 * 2.0**-9 * np.linalg.norm(theirs)
 
 
@@ -145,7 +165,11 @@ def test_lucidrains(sharing):
     """Its module whole: projections of 17 positions on 11 tokens, shared by all heads. float64."""
     with jax.enable_x64(True):
         arrays = {name: jnp.asarray(x) for name, x in load("linformer").items()}
-        w = {name.removeprefix(f"{sharing}/"): x for name, x in arrays.items() if name.startswith(f"{sharing}/")}
+        w = {
+            name.removeprefix(f"{sharing}/"): x
+            for name, x in arrays.items()
+            if name.startswith(f"{sharing}/")
+        }
 
         @jax.jit
         def run(x, w):

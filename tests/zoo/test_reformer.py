@@ -1,4 +1,5 @@
-"""LSH attention against its definition in float64 loops, lucidrains' attention and Hugging Face's whole Reformer."""
+"""LSH attention against its definition in float64 loops, lucidrains' attention and Hugging Face's
+whole Reformer."""
 
 import inspect
 from functools import partial
@@ -13,15 +14,30 @@ from jaxformer.zoo.reformer import attention as lsh_attention, lsh_buckets, rand
 from jaxformer.zoo.reversible import reversible_stack
 from tests.witnesses import load
 
-# float64 sums of at most a hundred terms of order one; the self score of -1e5 costs five digits of a logarithm where it
+# float64 sums of at most a hundred terms of order one; the self score of -1e5 costs five digits of
+# a logarithm where it
 # stands alone, and none elsewhere
 FLOAT64 = dict(rtol=1e-10, atol=1e-10)
 
 
-def definition(query_key, value, rotations, chunk, visible, before, after, scale, duplicates, count=None, multiple=None):
-    """One query at a time. `visible` is [B, T, T]; a token that cannot see itself is padding, and hashes last.
+def definition(
+    query_key,
+    value,
+    rotations,
+    chunk,
+    visible,
+    before,
+    after,
+    scale,
+    duplicates,
+    count=None,
+    multiple=None,
+):
+    """One query at a time. `visible` is [B, T, T]; a token that cannot see itself is padding, and
+    hashes last.
 
-    A pair that met m times, n of them in the same round for both, counts `count(m, n)`: m with duplicates, else 1.
+    A pair that met m times, n of them in the same round for both, counts `count(m, n)`: m with
+    duplicates, else 1.
     """
     count = count or (lambda m, n: m if duplicates else 1)
     B, T, N = query_key.shape[:3]
@@ -33,7 +49,9 @@ def definition(query_key, value, rotations, chunk, visible, before, after, scale
         for n in range(N):
             x = query_key[b, :, n]
             where, bucket = [{} for _ in range(rounds)], np.zeros((rounds, T), int)
-            circle = [[] for _ in range(total)]  # tokens of each chunk, the rounds one after another
+            circle = [
+                [] for _ in range(total)
+            ]  # tokens of each chunk, the rounds one after another
             for r in range(rounds):
                 sides = x @ rotations[n, :, r]
                 bucket[r] = np.concatenate([sides, -sides], -1).argmax(-1)
@@ -44,8 +62,15 @@ def definition(query_key, value, rotations, chunk, visible, before, after, scale
             for i in range(T):
                 met_at = {}
                 for r in range(rounds):
-                    window = [(where[r][i] + d * (abs(d) <= total)) % total for d in range(-before, after + 1)]
-                    window = window if duplicates else {(where[r][i] + d) % total for d in range(-before, after + 1)}
+                    window = [
+                        (where[r][i] + d * (abs(d) <= total)) % total
+                        for d in range(-before, after + 1)
+                    ]
+                    window = (
+                        window
+                        if duplicates
+                        else {(where[r][i] + d) % total for d in range(-before, after + 1)}
+                    )
                     for met, j in [pair for c in window for pair in circle[c]]:
                         if visible[b, i, j]:
                             met_at.setdefault(j, []).append(met == r)
@@ -60,14 +85,18 @@ def definition(query_key, value, rotations, chunk, visible, before, after, scale
 
 def case(seed, T, N=2, H=4, rounds=2, buckets=4, B=2, dtype=float):
     rng = np.random.default_rng(seed)
-    arrays = [rng.normal(size=shape) for shape in ((B, T, N, H), (B, T, N, 3), (N, H, rounds, buckets // 2))]
+    arrays = [
+        rng.normal(size=shape)
+        for shape in ((B, T, N, H), (B, T, N, 3), (N, H, rounds, buckets // 2))
+    ]
     return [jnp.asarray(x.astype(dtype)) for x in arrays]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(5))
 def test_equals_its_definition(seed):
-    """Any length, chunks on both sides, both ways of counting, both temperatures, padding inside and at the end."""
+    """Any length, chunks on both sides, both ways of counting, both temperatures, padding inside
+    and at the end."""
     rng = np.random.default_rng(seed)
     T = int(rng.integers(5, 20))
     chunk, before, after = int(rng.integers(2, 5)), int(rng.integers(0, 3)), int(rng.integers(0, 2))
@@ -81,12 +110,25 @@ def test_equals_its_definition(seed):
             (masks.causal(), np.broadcast_to(i[None] <= i[:, None], (2, T, T))),
             (
                 masks.causal() & masks.lengths(jnp.array(length), jnp.array(length)),
-                (i[None] <= i[:, None]) & (i < length[:, None])[:, None] & (i < length[:, None])[:, :, None],
+                (i[None] <= i[:, None])
+                & (i < length[:, None])[:, None]
+                & (i < length[:, None])[:, :, None],
             ),
-            (masks.segments(jnp.array(ids)), (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None]),
+            (
+                masks.segments(jnp.array(ids)),
+                (ids[:, :, None] == ids[:, None]) & (ids != 0)[:, None],
+            ),
         ][(seed + 1) % 4]
         query_key, value, rotations = case(seed, T, rounds=int(rng.integers(1, 4)))
-        f = partial(lsh_attention, chunk=chunk, chunks_before=before, chunks_after=after, eps=0.0, mask=mask, **options)
+        f = partial(
+            lsh_attention,
+            chunk=chunk,
+            chunks_before=before,
+            chunks_after=after,
+            eps=0.0,
+            mask=mask,
+            **options,
+        )
         ours = jax.jit(f)(query_key, value, rotations)
         sizes = (chunk, visible, before, after, options["scale"], options["duplicates"])
         expected = definition(*map(np.asarray, (query_key, value, rotations)), *sizes)
@@ -94,9 +136,12 @@ def test_equals_its_definition(seed):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("T", "before", "after", "multiple"), [(5, 1, 1, 4), (7, 3, 0, 4), (4, 2, 2, 4), (6, 1, 0, 12)])
+@pytest.mark.parametrize(
+    ("T", "before", "after", "multiple"), [(5, 1, 1, 4), (7, 3, 0, 4), (4, 2, 2, 4), (6, 1, 0, 12)]
+)
 def test_short_circles_and_longer_padding(T, before, after, multiple):
-    """As in Hugging Face's model: a chunk met twice counts twice, beyond a full turn it is the own one; padding is chunks."""
+    """As in Hugging Face's model: a chunk met twice counts twice, beyond a full turn it is the own
+    one; padding is chunks."""
     options = dict(before=before, after=after, scale=1.0, duplicates=True)
     i = np.arange(T)
     with jax.enable_x64(True):
@@ -110,7 +155,8 @@ def test_short_circles_and_longer_padding(T, before, after, multiple):
 
 @pytest.mark.thorough
 def test_all_in_one_chunk_is_exact_attention():
-    """With a chunk that holds everything the hashes do not matter: attention with unit keys, self only for the first token."""
+    """With a chunk that holds everything the hashes do not matter: attention with unit keys, self
+    only for the first token."""
     with jax.enable_x64(True):
         query_key, value, rotations = case(0, 12, rounds=3)
         unit = query_key / jnp.linalg.norm(query_key, axis=-1, keepdims=True)
@@ -126,7 +172,9 @@ def test_more_rounds_come_closer_to_exact_attention():
     rng = np.random.default_rng(0)
     T, N, H = 128, 1, 8
     centres = rng.normal(size=(16, H))
-    x = jnp.asarray(4 * (centres[rng.integers(0, 16, T)] + 0.3 * rng.normal(size=(T, H))), jnp.float32)[None, :, None]
+    x = jnp.asarray(
+        4 * (centres[rng.integers(0, 16, T)] + 0.3 * rng.normal(size=(T, H))), jnp.float32
+    )[None, :, None]
     value = jnp.asarray(rng.normal(size=(1, T, N, H)), jnp.float32)
     tokens = np.asarray(x)[0, :, 0]
     scores = tokens @ (tokens / np.linalg.norm(tokens, axis=-1, keepdims=True)).T
@@ -147,7 +195,9 @@ def test_factors_are_digits_of_one_bucket():
     assert [R.shape for R in rotations] == [(2, 4, 3, 2), (2, 4, 3, 3)]
     x = case(0, 9, dtype=np.float32)[0]
     first, second, both, shared = jax.jit(
-        lambda x, R: [lsh_buckets(x, R) for R in (R[0], R[1], R, R[0][:1])]  # the last: one set for both heads
+        lambda x, R: [
+            lsh_buckets(x, R) for R in (R[0], R[1], R, R[0][:1])
+        ]  # the last: one set for both heads
     )(x, rotations)
     np.testing.assert_array_equal(both, first + 4 * second)
     np.testing.assert_array_equal(shared[:, 0], first[:, 0])
@@ -157,7 +207,8 @@ def test_factors_are_digits_of_one_bucket():
 
 @pytest.mark.thorough
 def test_gradients_equal_finite_differences():
-    """Away from the hashes' edges the function is smooth: central differences along random directions."""
+    """Away from the hashes' edges the function is smooth: central differences along random
+    directions."""
     with jax.enable_x64(True):
         query_key, value, rotations = case(3, 13, B=1)
         query_key, value = map(np.asarray, (query_key, value))
@@ -170,7 +221,8 @@ def test_gradients_equal_finite_differences():
         assert all(np.isfinite(x).all() and not np.asarray(x)[:, 10:].any() for x in gradients)
         for _ in range(3):
             step = [rng.normal(size=x.shape) for x in (query_key, value)]
-            # h = 1e-6: truncation h^2 and rounding 1e-16 / h both below 1e-9; no hash lies that close to an edge
+            # h = 1e-6: truncation h^2 and rounding 1e-16 / h both below 1e-9; no hash lies that
+            # close to an edge
             ends = [f(query_key + s * step[0], value + s * step[1]) for s in (1e-6, -1e-6)]
             slope = sum(np.vdot(d, ours) for d, ours in zip(step, gradients, strict=True))
             np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, slope, rtol=1e-6, atol=1e-7)
@@ -178,7 +230,8 @@ def test_gradients_equal_finite_differences():
 
 @pytest.mark.thorough
 def test_16_bit_inputs():
-    """bfloat16 takes the same neighbours as its values in float32 (sums are float32), and rounds weights and outputs."""
+    """bfloat16 takes the same neighbours as its values in float32 (sums are float32), and rounds
+    weights and outputs."""
     arrays = [x.astype(jnp.bfloat16) for x in case(1, 24, H=8, dtype=np.float32)]
     f = partial(lsh_attention, chunk=4, mask=masks.causal(), scale=0.5)
 
@@ -187,27 +240,41 @@ def test_16_bit_inputs():
         out, pullback = jax.vjp(lambda *x: f(*x, rotations), query_key, value)
         return out, pullback(jnp.ones_like(out))
 
-    (out, gradients), (expected, wide_gradients) = both(*arrays), both(*[x.astype(jnp.float32) for x in arrays])
+    (out, gradients), (expected, wide_gradients) = (
+        both(*arrays),
+        both(*[x.astype(jnp.float32) for x in arrays]),
+    )
     assert out.dtype == jnp.bfloat16
     for ours, theirs in zip((out, *gradients), (expected, *wide_gradients), strict=True):
-        # keys, weights and outputs are rounded to 8 bits each: a few of these roundings of the largest entry
-        np.testing.assert_allclose(ours.astype(jnp.float32), theirs, rtol=0, atol=0.03 * np.abs(theirs).max())
+        # keys, weights and outputs are rounded to 8 bits each: a few of these roundings of the
+        # largest entry
+        np.testing.assert_allclose(
+            ours.astype(jnp.float32), theirs, rtol=0, atol=0.03 * np.abs(theirs).max()
+        )
 
 
 @pytest.mark.thorough
 def test_causality():
-    """What token k is does not reach outputs before k, except through the hashes of later tokens, which are masked."""
+    """What token k is does not reach outputs before k, except through the hashes of later tokens,
+    which are masked."""
     query_key, value, rotations = case(5, 12, dtype=np.float32)
     f = jax.jit(partial(lsh_attention, chunk=3, mask=masks.causal(), chunks_after=1))
     for array in range(2):
         changed = [query_key, value]
         changed[array] = changed[array].at[:, 7:].add(1.0)
         if array:  # values alone: nothing moves
-            np.testing.assert_array_equal(f(*changed, rotations)[:, :7], f(query_key, value, rotations)[:, :7])
+            np.testing.assert_array_equal(
+                f(*changed, rotations)[:, :7], f(query_key, value, rotations)[:, :7]
+            )
     whole = jax.jit(partial(lsh_attention, chunk=12, mask=masks.causal()))
-    changed = query_key.at[:, 7:].add(1.0)  # in one chunk the hashes of later tokens push nobody apart
+    changed = query_key.at[:, 7:].add(
+        1.0
+    )  # in one chunk the hashes of later tokens push nobody apart
     np.testing.assert_allclose(
-        whole(changed, value, rotations)[:, :7], whole(query_key, value, rotations)[:, :7], rtol=1e-5, atol=1e-6
+        whole(changed, value, rotations)[:, :7],
+        whole(query_key, value, rotations)[:, :7],
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -217,13 +284,22 @@ def test_memory_is_linear():
 
     def temporary(T):
         shapes = [(1, T, 2, 16), (1, T, 2, 16), (2, 16, 2, 8)]
-        f = lambda q, v, R: jnp.sum(jnp.square(lsh_attention(q, v, R, chunk=16, mask=masks.causal())))
+        f = lambda q, v, R: jnp.sum(
+            jnp.square(lsh_attention(q, v, R, chunk=16, mask=masks.causal()))
+        )
         shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        return jax.jit(jax.grad(f, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(jax.grad(f, (0, 1)))
+            .lower(*shapes)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     small, large = temporary(512), temporary(4096)
     assert large < 9 * small
-    # [N, rounds T, 2 chunk] float32 scores and their like; a table of all pairs would be 2 * 4096^2 * 4 = 134 MB
+    # [N, rounds T, 2 chunk] float32 scores and their like; a table of all pairs would be 2 * 4096^2
+    # * 4 = 134 MB
     assert large < 64e6, large
 
 
@@ -231,7 +307,9 @@ def test_memory_is_linear():
 def test_dropout_falls_on_weights():
     """Its mean over many keys is the output without it."""
     query_key, value, rotations = case(0, 8, B=1, dtype=np.float32)
-    drop = lambda key: lsh_attention(query_key, value, rotations, chunk=4, scale=0.3, dropout_rate=0.4, dropout_key=key)
+    drop = lambda key: lsh_attention(
+        query_key, value, rotations, chunk=4, scale=0.3, dropout_rate=0.4, dropout_key=key
+    )
     samples = np.asarray(jax.jit(jax.vmap(drop))(jax.random.split(jax.random.key(0), 1024)))
     plain = jax.jit(partial(lsh_attention, chunk=4, scale=0.3))(query_key, value, rotations)
     error = np.std(samples, axis=0) / 1024**0.5
@@ -257,11 +335,14 @@ def test_errors_at_the_door(change, error, words):
 
 @pytest.mark.parametrize("mode", ["011", "111", "001"])
 def test_lucidrains(mode):
-    """reformer-pytorch's LSHAttention: causal, allow_duplicate_attention; always with attend_across_buckets."""
+    """reformer-pytorch's LSHAttention: causal, allow_duplicate_attention; always with
+    attend_across_buckets."""
     fixture = load("lsh_attention")
     causal, duplicates, _ = (digit == "1" for digit in mode)
     with jax.enable_x64(True):
-        query_key, value = (jnp.asarray(fixture[name])[:, :, None] for name in ("query_key", "value"))
+        query_key, value = (
+            jnp.asarray(fixture[name])[:, :, None] for name in ("query_key", "value")
+        )
         options = dict(duplicates=duplicates, scale=query_key.shape[-1] ** -0.5, eps=0.0)
         mask = masks.causal() if causal else None
         f = jax.jit(partial(lsh_attention, chunk=4, mask=mask, **options))
@@ -271,9 +352,12 @@ def test_lucidrains(mode):
     if mode != "001":
         assert error.max() < 1e-7  # the oracle's own tolerance: its logarithm of a count + 1e-9
         return
-    # Here the package is wrong, and known to be. A pair that meets only where one round ends and the next begins has a
-    # count of 0 in the same round, and log(0 + 1e-9) makes it a billion times as heavy. With that count our definition
-    # gives the package's answer; only queries of a round's first chunk, which look back across the border, are touched.
+    # Here the package is wrong, and known to be. A pair that meets only where one round ends and
+    # the next begins has a
+    # count of 0 in the same round, and log(0 + 1e-9) makes it a billion times as heavy. With that
+    # count our definition
+    # gives the package's answer; only queries of a round's first chunk, which look back across the
+    # border, are touched.
     sizes = (4, np.ones((2, 32, 32), bool), 1, 0, options["scale"], False)
     arrays = (np.asarray(query_key), np.asarray(value), fixture["rotations"])
     theirs = definition(*arrays, *sizes, count=lambda m, n: m / (n + 1e-9))[:, :, 0]
@@ -284,14 +368,16 @@ def test_lucidrains(mode):
 
 
 def reformer(weights, tokens, real, rotations, causal, chunk=4):
-    """ReformerModelWithLMHead and ReformerForMaskedLM from our parts: axial positions, reversible local and LSH layers."""
+    """ReformerModelWithLMHead and ReformerForMaskedLM from our parts: axial positions, reversible
+    local and LSH layers."""
     D, T = weights["reformer.embeddings.word_embeddings.weight"].shape[1], tokens.shape[1]
     layer_norm = lambda x, name, w: ops.layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], 1e-2)
     linear = lambda x, w: ops.einsum("btd,ed->bte", x, w)
     heads = lambda x: x.reshape(*x.shape[:2], 2, -1)
     ids = masks.segments(real.astype(jnp.int32))
     mask = ids & masks.causal() if causal else ids
-    # in Hugging Face's encoder the first chunk of a local layer looks back, around the circle, at the last
+    # in Hugging Face's encoder the first chunk of a local layer looks back, around the circle, at
+    # the last
     wrapped = masks.Mask(lambda mask, q, kv: (q < chunk) & (kv >= T - chunk))
     local = (masks.chunked(chunk, before=1) | wrapped) & mask
 
@@ -302,7 +388,14 @@ def reformer(weights, tokens, real, rotations, causal, chunk=4):
             if kind == "local":
                 out = ops.attention(read("query"), read("key"), read("value"), mask=local)
             else:
-                out = lsh_attention(read("query_key"), read("value"), rotations, chunk=chunk, mask=mask, duplicates=True)
+                out = lsh_attention(
+                    read("query_key"),
+                    read("value"),
+                    rotations,
+                    chunk=chunk,
+                    mask=mask,
+                    duplicates=True,
+                )
             return linear(out.reshape(*x.shape[:2], -1), w["attention.output.dense.weight"])
 
         return f
@@ -312,12 +405,17 @@ def reformer(weights, tokens, real, rotations, causal, chunk=4):
         biases = [w[f"feed_forward.{name}.dense.bias"] for name in ("dense", "output")]
         return ops.mlp(layer_norm(x, "feed_forward.layer_norm", w), up, down, jax.nn.relu, *biases)
 
-    rows, columns = (weights[f"reformer.embeddings.position_embeddings.weights.{i}"] for i in range(2))
+    rows, columns = (
+        weights[f"reformer.embeddings.position_embeddings.weights.{i}"] for i in range(2)
+    )
     wide = lambda x: jnp.broadcast_to(x, (rows.shape[0], columns.shape[1], x.shape[-1]))
     positions = jnp.concatenate([wide(rows), wide(columns)], axis=-1).reshape(-1, D)[:T]
     x1 = x2 = weights["reformer.embeddings.word_embeddings.weight"][tokens] + positions[None]
     for kind, numbers in (("local", [0]), ("lsh", [1, 2])):
-        layers = [{k.split(f"layers.{i}.")[1]: v for k, v in weights.items() if f"layers.{i}." in k} for i in numbers]
+        layers = [
+            {k.split(f"layers.{i}.")[1]: v for k, v in weights.items() if f"layers.{i}." in k}
+            for i in numbers
+        ]
         stacked = jax.tree.map(lambda *x: jnp.stack(x), *layers)
         x1, x2 = reversible_stack(attend(kind), feed, stacked, x1, x2, rotations)
     y = layer_norm(jnp.concatenate([x1, x2], axis=-1), "reformer.encoder.layer_norm", weights)
@@ -327,16 +425,23 @@ def reformer(weights, tokens, real, rotations, causal, chunk=4):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["encoder", "decoder", "factored"])
 def test_hugging_face_reformer(name):
-    """The whole model, one row padded. Hugging Face gives padding a bucket as soon as any row of the batch has some; an empty
-    last bucket sorts no other row differently, so its values agree with ours, which look at no other row.
+    """The whole model, one row padded. Hugging Face gives padding a bucket as soon as any row of
+    the batch has some; an empty last bucket sorts no other row differently, so its values agree
+    with ours, which look at no other row.
     """
     fixture = load("reformer")
     with jax.enable_x64(True):
-        weights = {k.removeprefix("weights/"): jnp.asarray(v, float) for k, v in fixture.items() if "weights/" in k}
+        weights = {
+            k.removeprefix("weights/"): jnp.asarray(v, float)
+            for k, v in fixture.items()
+            if "weights/" in k
+        }
         rotations = jnp.asarray(fixture[f"{name}/rotations"])
         if name == "factored":
             rotations = (rotations[..., :2], rotations[..., 2:])
         f = jax.jit(reformer, static_argnums=4)
         logits = f(weights, fixture["tokens"], fixture["real"], rotations, name != "encoder")
     # the oracle's own tolerance
-    np.testing.assert_allclose(logits[fixture["real"]], fixture[f"{name}/logits"][fixture["real"]], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        logits[fixture["real"]], fixture[f"{name}/logits"][fixture["real"]], rtol=0, atol=1e-6
+    )

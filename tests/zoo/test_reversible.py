@@ -1,4 +1,5 @@
-"""The reversible stack against the same layers under plain autodiff, and what it leaves in memory."""
+"""The reversible stack against the same layers under plain autodiff, and what it leaves in
+memory."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ def attend(layer, x, mask, gain):
     y = ops.layer_norm(x, layer["norm"])
     heads = ops.einsum("btd,dnh->btnh", y, layer["query_key"])
     out = ops.attention(heads, heads, heads, mask=mask)
-    return gain * ops.dropout(ops.einsum("btnh,nhd->btd", out, layer["out"]), RATE, layer["keys"][0])
+    return gain * ops.dropout(
+        ops.einsum("btnh,nhd->btd", out, layer["out"]), RATE, layer["keys"][0]
+    )
 
 
 def feed(layer, x, mask, gain):
@@ -47,7 +50,8 @@ def plain(f, g, params, x1, x2, *extra):
 
 
 def value_and_gradients(stack, params, x1, x2, mask, gain):
-    """Gradients of parameters, both inputs and the extra number, for a loss that treats the two streams differently."""
+    """Gradients of parameters, both inputs and the extra number, for a loss that treats the two
+    streams differently."""
     floats = {k: v for k, v in params.items() if jnp.issubdtype(v.dtype, jnp.floating)}
 
     def loss(floats, x1, x2, gain):
@@ -59,36 +63,47 @@ def value_and_gradients(stack, params, x1, x2, mask, gain):
 
 @pytest.mark.thorough
 def test_value_and_gradients_equal_autodiff():
-    """Dropout included: its keys are data, so the recomputed pass drops what the first one dropped."""
+    """Dropout included: its keys are data, so the recomputed pass drops what the first one
+    dropped."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         x1, x2 = (jnp.asarray(rng.normal(size=(B, T, D))) for _ in range(2))
         mask = masks.causal() & masks.lengths(kv=jnp.array([T, 4]))
         args = (parameters(3, jnp.float64), x1, x2, mask, jnp.float64(0.7))
         ours, expected = (value_and_gradients(stack, *args) for stack in (reversible_stack, plain))
-        # the streams come back through three subtractions in float64, each rounded at 1e-16 of numbers of order 10
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), ours, expected)
+        # the streams come back through three subtractions in float64, each rounded at 1e-16 of
+        # numbers of order 10
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), ours, expected
+        )
 
 
 def test_float32_streams_with_16_bit_layers():
-    """f and g in bfloat16 between float32 streams: the gradient is the rounding of bfloat16 away, not more."""
+    """f and g in bfloat16 between float32 streams: the gradient is the rounding of bfloat16 away,
+    not more."""
     rng = np.random.default_rng(0)
     x1, x2 = (jnp.asarray(rng.normal(size=(B, T, D)), jnp.float32) for _ in range(2))
-    lower = lambda h: lambda layer, x, *extra: h(layer, x.astype(jnp.bfloat16), *extra).astype(jnp.bfloat16)
+    lower = lambda h: (
+        lambda layer, x, *extra: h(layer, x.astype(jnp.bfloat16), *extra).astype(jnp.bfloat16)
+    )
     params = parameters(2)
 
     def gradients(stack):
-        loss = lambda x1, x2: sum(map(jnp.sum, stack(lower(attend), lower(feed), params, x1, x2, masks.full(), 1.0)))
+        loss = lambda x1, x2: sum(
+            map(jnp.sum, stack(lower(attend), lower(feed), params, x1, x2, masks.full(), 1.0))
+        )
         return jax.jit(jax.grad(loss, (0, 1)))(x1, x2)
 
     for ours, expected in zip(gradients(reversible_stack), gradients(plain), strict=True):
-        # a stream that comes back in float32 rounds to another bfloat16 here and there: some 2^-8 of the largest entry
+        # a stream that comes back in float32 rounds to another bfloat16 here and there: some 2^-8
+        # of the largest entry
         np.testing.assert_allclose(ours, expected, atol=0.02 * np.abs(expected).max())
 
 
 @pytest.mark.thorough
 def test_memory_of_activations_does_not_grow_with_depth():
-    """Temporary bytes of the compiled gradient beside the parameters: flat here, a layer's activations a layer in autodiff."""
+    """Temporary bytes of the compiled gradient beside the parameters: flat here, a layer's
+    activations a layer in autodiff."""
     x = jax.ShapeDtypeStruct((8, 128, D), jnp.float32)
 
     def temporary(stack, layers):
@@ -96,7 +111,9 @@ def test_memory_of_activations_does_not_grow_with_depth():
         floats = {k: v for k, v in params.items() if jnp.issubdtype(v.dtype, jnp.floating)}
 
         def loss(floats, x1, x2):
-            return sum(map(jnp.sum, stack(attend, feed, params | floats, x1, x2, masks.causal(), 1.0)))
+            return sum(
+                map(jnp.sum, stack(attend, feed, params | floats, x1, x2, masks.causal(), 1.0))
+            )
 
         compiled = jax.jit(jax.grad(loss)).lower(floats, x, x).compile()
         return compiled.memory_analysis().temp_size_in_bytes
@@ -108,16 +125,24 @@ def test_memory_of_activations_does_not_grow_with_depth():
 
         return jax.lax.scan(step, (x1, x2), params)[0]
 
-    bytes_of = {stack: [temporary(stack, layers) for layers in (2, 16)] for stack in (reversible_stack, scanned)}
-    weights = 14 * sum(x.nbytes // 2 for k, x in parameters(2).items() if k not in ("keys", "number"))
+    bytes_of = {
+        stack: [temporary(stack, layers) for layers in (2, 16)]
+        for stack in (reversible_stack, scanned)
+    }
+    weights = 14 * sum(
+        x.nbytes // 2 for k, x in parameters(2).items() if k not in ("keys", "number")
+    )
     assert bytes_of[reversible_stack][1] - bytes_of[reversible_stack][0] <= 2 * weights
     assert bytes_of[scanned][1] > 4 * bytes_of[scanned][0]
 
 
 @pytest.mark.thorough
 def test_with_lsh_attention():
-    """Reformer's stack: the mixer hashes with rotations that every layer shares, and recomputation finds the same buckets."""
-    params = {k: v for k, v in parameters(2).items() if k in ("norm", "query_key", "out", "up", "down")}
+    """Reformer's stack: the mixer hashes with rotations that every layer shares, and recomputation
+    finds the same buckets."""
+    params = {
+        k: v for k, v in parameters(2).items() if k in ("norm", "query_key", "out", "up", "down")
+    }
     rng = np.random.default_rng(0)
     x1, x2 = (jnp.asarray(rng.normal(size=(B, 16, D)), jnp.float32) for _ in range(2))
     rotations = random_rotations(jax.random.key(0), 2, D // 2, 2, 4)
@@ -128,7 +153,15 @@ def test_with_lsh_attention():
         return ops.einsum("btnh,nhd->btd", out, layer["out"])
 
     g = lambda layer, x, rotations: ops.mlp(x, layer["up"], layer["down"], jnp.tanh)
-    loss = lambda params, stack: sum(map(jnp.sum, map(jnp.sin, stack(f, g, params, x1, x2, rotations))))
-    ours, expected = (jax.jit(jax.grad(loss), static_argnums=1)(params, stack) for stack in (reversible_stack, plain))
-    # float32 through two layers; a token whose hash ties within rounding would show as an error of order one
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, expected)
+    loss = lambda params, stack: sum(
+        map(jnp.sum, map(jnp.sin, stack(f, g, params, x1, x2, rotations)))
+    )
+    ours, expected = (
+        jax.jit(jax.grad(loss), static_argnums=1)(params, stack)
+        for stack in (reversible_stack, plain)
+    )
+    # float32 through two layers; a token whose hash ties within rounding would show as an error of
+    # order one
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), ours, expected
+    )

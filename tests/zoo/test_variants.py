@@ -1,4 +1,5 @@
-"""Variants of attention against other people's layers and models, against their definitions, and as models of ours."""
+"""Variants of attention against other people's layers and models, against their definitions, and as
+models of ours."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,8 @@ from tests.witnesses import load, variants_hf, variants_x
 
 # transformers takes norms, angles and the softmax in float32, whatever the model is.
 HF = dict(rtol=2e-5, atol=2e-5)
-# x-transformers' softmax is float32, the rest float64: outputs are sums of some weights of 1e-7 relative each.
+# x-transformers' softmax is float32, the rest float64: outputs are sums of some weights of 1e-7
+# relative each.
 X = dict(rtol=1e-6, atol=1e-6)
 # float64 on both sides, numbers of order one.
 FLOAT64 = dict(rtol=1e-11, atol=1e-11)
@@ -33,13 +35,17 @@ def llama4(config):
     """Llama 4's layers: temperature where nothing turns."""
     if config.positions is not None:
         return attention(config)
-    return zoo.temperature.temperature(config, floor_scale=variants_hf.FLOOR_SCALE, attn_scale=variants_hf.ATTN_SCALE)
+    return zoo.temperature.temperature(
+        config, floor_scale=variants_hf.FLOOR_SCALE, attn_scale=variants_hf.ATTN_SCALE
+    )
 
 
 def normed_and_gated(config):
     """Qwen3-Next's attention: two variants in one mixer, as the module says."""
     extra = zoo.qk_norm.qk_norm(config).spec | zoo.gated.gated(config).spec
-    return attention(config, extra=extra, prepare=partial(zoo.qk_norm.normalize, config), finish=zoo.gated.gate)
+    return attention(
+        config, extra=extra, prepare=partial(zoo.qk_norm.normalize, config), finish=zoo.gated.gate
+    )
 
 
 # transformers: whole models, and single layers where the model around them is not one of ours
@@ -48,16 +54,31 @@ def normed_and_gated(config):
 def hf_config(name, **changes):
     m = variants_hf
     config = ModelConfig(
-        vocab_size=m.V, num_layers=m.LAYERS.get(name, 1), d_model=m.D, num_heads=m.N, num_kv_heads=m.K, head_width=m.H,
-        d_ff=m.F, context_length=32, feedforward="swiglu", norm="rms_norm", norm_eps=m.EPS, positions=Rope(m.BASE),
-        use_bias=False, tie_embeddings=False,
-    )  # fmt: skip
+        vocab_size=m.V,
+        num_layers=m.LAYERS.get(name, 1),
+        d_model=m.D,
+        num_heads=m.N,
+        num_kv_heads=m.K,
+        head_width=m.H,
+        d_ff=m.F,
+        context_length=32,
+        feedforward="swiglu",
+        norm="rms_norm",
+        norm_eps=m.EPS,
+        positions=Rope(m.BASE),
+        use_bias=False,
+        tie_embeddings=False,
+    )
     return replace(config, **changes)
 
 
 def weights_of(arrays, name):
     prefix = f"{name}/weights/"
-    return {key.removeprefix(prefix): x.astype(np.float64) for key, x in arrays.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): x.astype(np.float64)
+        for key, x in arrays.items()
+        if key.startswith(prefix)
+    }
 
 
 def heads(kernel, count):
@@ -68,12 +89,16 @@ def heads(kernel, count):
 def projections(w, prefix, names, config):
     """The four projections of attention, from torch's layouts."""
     N, K = config.num_heads, config.kv_heads
-    query, key, value = (heads(w[f"{prefix}{name}.weight"], n) for name, n in zip(names[:3], (N, K, K), strict=True))
+    query, key, value = (
+        heads(w[f"{prefix}{name}.weight"], n) for name, n in zip(names[:3], (N, K, K), strict=True)
+    )
     out = w[f"{prefix}{names[3]}.weight"]
     out = np.moveaxis(out, -1, -2).reshape(*out.shape[:-2], N, -1, out.shape[-2])
     return {
         name: {"kernel": kernel}
-        for name, kernel in zip(("query", "key", "value", "out"), (query, key, value, out), strict=True)
+        for name, kernel in zip(
+            ("query", "key", "value", "out"), (query, key, value, out), strict=True
+        )
     }
 
 
@@ -88,8 +113,12 @@ def hf_extra(w, prefix, scale):
             for long, short in (("query", "q"), ("key", "k"))
         }
     if f"{prefix}lambda_q1" in w:
-        pair = lambda kind: np.stack([w[f"{prefix}lambda_{kind}1"], w[f"{prefix}lambda_{kind}2"]], axis=1)
-        ones = np.ones((variants_hf.LAYERS["diffllama"], 2 * variants_hf.H))  # DiffLlama's norm has no scale
+        pair = lambda kind: np.stack(
+            [w[f"{prefix}lambda_{kind}1"], w[f"{prefix}lambda_{kind}2"]], axis=1
+        )
+        ones = np.ones(
+            (variants_hf.LAYERS["diffllama"], 2 * variants_hf.H)
+        )  # DiffLlama's norm has no scale
         return {"lambda_query": pair("q"), "lambda_key": pair("k"), "pair_norm": {"scale": ones}}
     return {}
 
@@ -131,7 +160,9 @@ def test_models_of_transformers(name):
     arrays = load("variants_hf")
     with jax.enable_x64(True):
         ours = hf_params(weights_of(arrays, name), config)
-        assert jax.tree.map(np.shape, ours) == jax.tree.map(lambda leaf: leaf.shape, models.spec(config))
+        assert jax.tree.map(np.shape, ours) == jax.tree.map(
+            lambda leaf: leaf.shape, models.spec(config)
+        )
         logits = jit(models.apply, static_argnums=0)(config, ours, arrays["tokens"]).logits
         np.testing.assert_allclose(logits, arrays[f"{name}/logits"], **HF)
 
@@ -145,7 +176,11 @@ def layer_out(config, ours, x, layer=0, carry=None):
         mixed = layout.kinds(config)[0].mixer.apply(ours, x, context)
         return mixed.out, mixed.carry
 
-    return run(jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), ours), jnp.asarray(x, jnp.float64), carry)
+    return run(
+        jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), ours),
+        jnp.asarray(x, jnp.float64),
+        carry,
+    )
 
 
 def test_attention_of_olmo2():
@@ -159,14 +194,19 @@ def test_attention_of_olmo2():
 
 
 def test_attention_of_qwen3_next():
-    """Its queries and gates are one matrix, side by side in each head; its norms' scales are stored less one."""
-    config = hf_config("qwen3_next", mixer=normed_and_gated, positions=Rope(variants_hf.BASE, fraction=0.5))
+    """Its queries and gates are one matrix, side by side in each head; its norms' scales are stored
+    less one."""
+    config = hf_config(
+        "qwen3_next", mixer=normed_and_gated, positions=Rope(variants_hf.BASE, fraction=0.5)
+    )
     arrays = load("variants_hf")
     with jax.enable_x64(True):
         w = weights_of(arrays, "qwen3_next")
         both = w["q_proj.weight"].reshape(variants_hf.N, 2, variants_hf.H, variants_hf.D)
         w["q_proj.weight"], gate = (both[:, i].reshape(-1, variants_hf.D) for i in range(2))
-        ours = projections(w, "", HF_NAMES, config) | {"gate": {"kernel": heads(gate, variants_hf.N)}}
+        ours = projections(w, "", HF_NAMES, config) | {
+            "gate": {"kernel": heads(gate, variants_hf.N)}
+        }
         out, _ = layer_out(config, ours | hf_extra(w, "", lambda x: 1 + x), arrays["x"])
         np.testing.assert_allclose(out, arrays["qwen3_next/out"], **HF)
 
@@ -174,9 +214,15 @@ def test_attention_of_qwen3_next():
 # x-transformers: single layers
 
 X_CONFIG = ModelConfig(
-    vocab_size=5, num_layers=2, d_model=variants_x.D, num_heads=variants_x.N, head_width=variants_x.H,
-    context_length=variants_x.T, positions=None, use_bias=False,
-)  # fmt: skip
+    vocab_size=5,
+    num_layers=2,
+    d_model=variants_x.D,
+    num_heads=variants_x.N,
+    head_width=variants_x.H,
+    context_length=variants_x.T,
+    positions=None,
+    use_bias=False,
+)
 
 
 def x_extra(name, w):
@@ -213,12 +259,17 @@ def test_layers_of_x_transformers(name):
 
 
 def test_value_residual_of_x_transformers():
-    """The first layer's values reach the second; the first layer's own numbers are not used (they are NaN here)."""
+    """The first layer's values reach the second; the first layer's own numbers are not used (they
+    are NaN here)."""
     with jax.enable_x64(True):
         nothing = {"value": jnp.zeros((2, variants_x.T, variants_x.N, variants_x.H))}
-        out, carry, expected = x_layer("residual_first", zoo.value_residual.value_residual, layer=0, carry=nothing)
+        out, carry, expected = x_layer(
+            "residual_first", zoo.value_residual.value_residual, layer=0, carry=nothing
+        )
         np.testing.assert_allclose(out, expected, **X)
-        out, _, expected = x_layer("residual_second", zoo.value_residual.value_residual, layer=1, carry=carry)
+        out, _, expected = x_layer(
+            "residual_second", zoo.value_residual.value_residual, layer=1, carry=carry
+        )
         np.testing.assert_allclose(out, expected, **X)
 
 
@@ -226,7 +277,14 @@ def test_value_residual_of_x_transformers():
 
 N, K, H, D = 4, 2, 3, 8
 PLAIN = ModelConfig(
-    vocab_size=5, num_layers=2, d_model=D, num_heads=N, num_kv_heads=K, head_width=H, context_length=16, positions=None
+    vocab_size=5,
+    num_layers=2,
+    d_model=D,
+    num_heads=N,
+    num_kv_heads=K,
+    head_width=H,
+    context_length=16,
+    positions=None,
 )
 
 
@@ -236,10 +294,13 @@ def softmax(scores):
 
 
 def defined(p, x, weigh=softmax, values=None):
-    """Causal attention: weigh(scores [N, seen]) -> weights, values(the layer's own) -> those it uses."""
+    """Causal attention: weigh(scores [N, seen]) -> weights, values(the layer's own) -> those it
+    uses."""
     project = lambda name: np.einsum("btd,dnh->btnh", x, p[name]["kernel"]) + p[name]["bias"]
     query, key = project("query"), project("key").repeat(N // K, axis=2)
-    value = (project("value") if values is None else values(project("value"))).repeat(N // K, axis=2)
+    value = (project("value") if values is None else values(project("value"))).repeat(
+        N // K, axis=2
+    )
     out = np.zeros(x.shape)
     for b, t in np.ndindex(*x.shape[:2]):
         scores = np.einsum("nh,snh->ns", query[b, t], key[b, : t + 1]) / np.sqrt(H)
@@ -250,13 +311,18 @@ def defined(p, x, weigh=softmax, values=None):
 
 
 def drawn(spec, seed=0):
-    """Numbers for a tree of Specs: matrices that keep norms, scales around one, nothing at its initial value."""
+    """Numbers for a tree of Specs: matrices that keep norms, scales around one, nothing at its
+    initial value."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, spec):
         name = jax.tree_util.keystr(path)
-        wide = np.prod([n for n, axis in zip(spec.shape, spec.axes, strict=True) if axis in spec.contracts])
-        return rng.normal(size=spec.shape) * (1.0 if wide > 1 else 0.4) / np.sqrt(wide) + ("scale" in name)
+        wide = np.prod(
+            [n for n, axis in zip(spec.shape, spec.axes, strict=True) if axis in spec.contracts]
+        )
+        return rng.normal(size=spec.shape) * (1.0 if wide > 1 else 0.4) / np.sqrt(wide) + (
+            "scale" in name
+        )
 
     return jax.tree_util.tree_map_with_path(leaf, spec)
 
@@ -265,7 +331,10 @@ def test_sigmoid_attention_as_defined():
     """The default bias is -log of the context length."""
     with jax.enable_x64(True):
         config = replace(PLAIN, mixer=zoo.sigmoid.sigmoid)
-        p, x = drawn(zoo.sigmoid.sigmoid(config).spec), np.random.default_rng(1).normal(size=(2, 5, D))
+        p, x = (
+            drawn(zoo.sigmoid.sigmoid(config).spec),
+            np.random.default_rng(1).normal(size=(2, 5, D)),
+        )
         expected = defined(p, x, lambda scores: 1 / (1 + np.exp(-(scores - np.log(16)))))
         np.testing.assert_allclose(layer_out(config, p, x)[0], expected, **FLOAT64)
 
@@ -290,14 +359,20 @@ def test_differential_attention_as_defined():
     """With a scale in its norm, which the paper's code has and DiffLlama does not."""
     with jax.enable_x64(True):
         config = replace(PLAIN, mixer=zoo.differential.differential, norm_eps=1e-2)
-        p, x = drawn(zoo.differential.differential(config).spec), np.random.default_rng(1).normal(size=(2, 5, D))
+        p, x = (
+            drawn(zoo.differential.differential(config).spec),
+            np.random.default_rng(1).normal(size=(2, 5, D)),
+        )
         project = lambda name: np.einsum("btd,dnh->btnh", x, p[name]["kernel"]) + p[name]["bias"]
         query, key, value = (project(name) for name in ("query", "key", "value"))
         start = 0.8 - 0.6 * np.exp(-0.3 * 5)  # layer 5
         plus, minus = np.exp(np.einsum("ih,ih->i", p["lambda_query"], p["lambda_key"]))
         expected = np.zeros((2, 5, D))
         for b, t, n in np.ndindex(2, 5, N // 2):
-            A = [softmax(key[b, : t + 1, m // (N // K)] @ query[b, t, m] / np.sqrt(H)) for m in (n, n + N // 2)]
+            A = [
+                softmax(key[b, : t + 1, m // (N // K)] @ query[b, t, m] / np.sqrt(H))
+                for m in (n, n + N // 2)
+            ]
             k = n // (N // K)
             V = np.concatenate([value[b, : t + 1, k], value[b, : t + 1, k + K // 2]], axis=-1)
             y = (A[0] - (plus - minus + start) * A[1]) @ V
@@ -311,9 +386,18 @@ def test_differential_attention_as_defined():
 
 V, T = 13, 8
 MODEL = ModelConfig(
-    vocab_size=V, num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, context_length=16, positions=Rope(),
-    feedforward="relu", d_ff=16, norm="rms_norm", use_bias=False,
-)  # fmt: skip
+    vocab_size=V,
+    num_layers=2,
+    d_model=16,
+    num_heads=4,
+    num_kv_heads=2,
+    context_length=16,
+    positions=Rope(),
+    feedforward="relu",
+    d_ff=16,
+    norm="rms_norm",
+    use_bias=False,
+)
 MIXERS = {
     "qk_norm": zoo.qk_norm.qk_norm,
     "qk_norm_full": zoo.qk_norm.qk_norm_full,
@@ -329,7 +413,10 @@ DEEP = (
     "value_residual",
     "inverse_depth_scale",
 )  # layers that know their number; of the others one is as good as two
-CONFIGS = {name: replace(MODEL, mixer=mixer, num_layers=1 + (name in DEEP)) for name, mixer in MIXERS.items()}
+CONFIGS = {
+    name: replace(MODEL, mixer=mixer, num_layers=1 + (name in DEEP))
+    for name, mixer in MIXERS.items()
+}
 TOKENS = np.random.default_rng(0).integers(0, V, (2, T)).astype(np.int32)
 
 
@@ -345,17 +432,23 @@ def made(name):
 
 def close(a, b, tolerance=5e-6):
     # float32 sums in another order: some 1e-7 relative, two layers deep
-    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(np.abs(np.asarray(b)).max()))
+    np.testing.assert_allclose(
+        a, b, rtol=tolerance, atol=tolerance * float(np.abs(np.asarray(b)).max())
+    )
 
 
 # one of these two of each variant is fast
-halves = [[pytest.param(n, marks=() if i % 2 == k else pytest.mark.slow) for i, n in enumerate(MIXERS)] for k in (0, 1)]
+halves = [
+    [pytest.param(n, marks=() if i % 2 == k else pytest.mark.slow) for i, n in enumerate(MIXERS)]
+    for k in (0, 1)
+]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", halves[0])
 def test_causal_packed_and_decoded(name):
-    """Token k changes nothing before it; packed rows equal separate ones; cached pieces equal the forward pass."""
+    """Token k changes nothing before it; packed rows equal separate ones; cached pieces equal the
+    forward pass."""
     config, p = made(name)
     ones = np.ones_like(TOKENS)
     logits = np.asarray(logits_of(config, p, TOKENS, ones))
@@ -370,7 +463,9 @@ def test_causal_packed_and_decoded(name):
     close(packed[:, :3], logits[:, :3])
     close(packed[:, 3:], second[:, :5])
 
-    cache = decoding.init_cache(config, 2, T + 3)  # more room than tokens: empty slots must stay unseen
+    cache = decoding.init_cache(
+        config, 2, T + 3
+    )  # more room than tokens: empty slots must stay unseen
     step = jit(partial(models.apply, config))
     for start in range(0, T, 2):
         out = step(p, TOKENS[:, start : start + 2], cache=cache)
@@ -383,13 +478,18 @@ def test_causal_packed_and_decoded(name):
 def test_gradients_and_dropout(name):
     """Every parameter of a layer has a gradient, and dropout follows its key."""
     config = replace(CONFIGS[name], attention_dropout_rate=0.2)
-    mixer, x = MIXERS[name](config), np.random.default_rng(1).normal(size=(2, 5, 16)).astype(np.float32)
+    mixer, x = (
+        MIXERS[name](config),
+        np.random.default_rng(1).normal(size=(2, 5, 16)).astype(np.float32),
+    )
     carry = jax.tree.map(lambda a: a + 1, mixer.carry(x))
 
     @jit
     def run(p, key):
         def loss(p):
-            context = Context(masks.causal(), jnp.arange(5)[None], layer=1, carry=carry, dropout_key=key)
+            context = Context(
+                masks.causal(), jnp.arange(5)[None], layer=1, carry=carry, dropout_key=key
+            )
             return jnp.sum(jnp.sin(mixer.apply(p, jnp.asarray(x), context).out))
 
         return jax.value_and_grad(loss)(p)
@@ -417,8 +517,13 @@ def test_value_residual_through_scan_and_remat():
     loss = lambda logits: jnp.mean(jnp.square(logits))
     with jax.enable_x64(True):
         p, to = (jax.tree.map(jnp.asarray, drawn(models.spec(config), seed)) for seed in (0, 1))
-        gradient = jit(jax.grad(lambda p: loss(models.apply(remat, p, jnp.asarray(TOKENS)).logits)))(p)
-        slope = sum(np.vdot(a, b) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(to), strict=True))
+        gradient = jit(
+            jax.grad(lambda p: loss(models.apply(remat, p, jnp.asarray(TOKENS)).logits))
+        )(p)
+        slope = sum(
+            np.vdot(a, b)
+            for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(to), strict=True)
+        )
         moved = lambda step: jax.tree.map(lambda a, b: a + step * b, p, to)
         up, down = (loss(logits_of(config, moved(step), TOKENS, ids)) for step in (1e-6, -1e-6))
         # a central difference: 1e-16 / 1e-6 of rounding, the square of 1e-6 of curvature
@@ -436,7 +541,9 @@ def test_bfloat16_and_attention_maps_in_shape(name):
     run = lambda p, cache: models.apply(config, p, jnp.asarray(TOKENS), cache=cache, **options)
     out = jax.eval_shape(run, p, cache)
     assert out.hidden.dtype == jnp.bfloat16 and out.logits.dtype == jnp.float32
-    assert jax.tree.map(lambda a: a.dtype, out.cache.layers) == jax.tree.map(lambda a: a.dtype, cache.layers)
+    assert jax.tree.map(lambda a: a.dtype, out.cache.layers) == jax.tree.map(
+        lambda a: a.dtype, cache.layers
+    )
     assert out.intermediates[name].shape == (config.num_layers, 2, 4, T, T)
     assert jax.eval_shape(lambda p: run(p, None), p).hidden.dtype == jnp.bfloat16
 
@@ -444,7 +551,11 @@ def test_bfloat16_and_attention_maps_in_shape(name):
 def mixed(config, p, x, mask):
     @jit
     def run(p, x):
-        return layout.kinds(config)[0].mixer.apply(p, x, Context(mask, jnp.arange(x.shape[1])[None])).out
+        return (
+            layout.kinds(config)[0]
+            .mixer.apply(p, x, Context(mask, jnp.arange(x.shape[1])[None]))
+            .out
+        )
 
     return run(*jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (p, x)))
 
@@ -456,7 +567,12 @@ def test_blockwise_equals_the_reference():
     mask = masks.causal() & (masks.window(2) | masks.global_tokens((1,)))
     mask = mask & masks.segments(jnp.array([[1] * 3 + [2] * 5] * 2))
     expected, blockwise = (
-        mixed(replace(config, attention_implementation=kind), drawn(zoo.differential.differential(config).spec), x, mask)
+        mixed(
+            replace(config, attention_implementation=kind),
+            drawn(zoo.differential.differential(config).spec),
+            x,
+            mask,
+        )
         for kind in ("reference", "blockwise")
     )
     close(blockwise, expected)
@@ -468,16 +584,26 @@ def test_inverse_depth_scale_is_smaller_queries():
     config, p = made("inverse_depth_scale")
     query = p["layers"]["attention"]["query"]["kernel"]
     smaller = query / (1 + jnp.arange(len(query))).reshape(-1, 1, 1, 1)
-    plain = p | {"layers": p["layers"] | {"attention": p["layers"]["attention"] | {"query": {"kernel": smaller}}}}
+    plain = p | {
+        "layers": p["layers"]
+        | {"attention": p["layers"]["attention"] | {"query": {"kernel": smaller}}}
+    }
     ours = logits_of(config, p, TOKENS, np.ones_like(TOKENS))
     close(ours, logits_of(replace(config, mixer=None), plain, TOKENS, np.ones_like(TOKENS)))
-    assert np.abs(ours - logits_of(replace(config, mixer=None), p, TOKENS, np.ones_like(TOKENS))).max() > 1e-3
+    assert (
+        np.abs(ours - logits_of(replace(config, mixer=None), p, TOKENS, np.ones_like(TOKENS))).max()
+        > 1e-3
+    )
 
 
 def test_what_is_refused():
     for kernel in ("blockwise", "splash", "cudnn"):
-        with pytest.raises(NotImplementedError, match=f"{kernel}: no sigmoid attention; .*'reference' has it"):
+        with pytest.raises(
+            NotImplementedError, match=f"{kernel}: no sigmoid attention; .*'reference' has it"
+        ):
             models.spec(replace(MODEL, mixer=zoo.sigmoid.sigmoid, attention_implementation=kernel))
-    assert models.spec(replace(MODEL, mixer=zoo.sigmoid.sigmoid, attention_implementation="reference"))
+    assert models.spec(
+        replace(MODEL, mixer=zoo.sigmoid.sigmoid, attention_implementation="reference")
+    )
     with pytest.raises(ConfigError, match="pairs heads; 1 key/value heads are an odd number"):
         models.spec(replace(MODEL, num_kv_heads=1, mixer=zoo.differential.differential))

@@ -1,4 +1,5 @@
-"""The front door of the papers: what it lists is there, and nothing is there that it does not list."""
+"""The front door of the papers: what it lists is there, and nothing is there that it does not
+list."""
 
 import ast
 import importlib
@@ -18,7 +19,11 @@ FILES = [found.name for found in pkgutil.iter_modules(zoo.__path__)]
 @pytest.mark.parametrize("file", FILES)
 def test_every_preset_of_a_paper_is_listed(file):
     module = importlib.import_module(f"jaxformer.zoo.{file}")
-    own = {name for name, value in vars(module).items() if isinstance(value, ModelConfig | EncoderDecoder)}
+    own = {
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, ModelConfig | EncoderDecoder)
+    }
     assert {name for name in own if name not in PRESETS} == set(zoo.PRESETS_OF.get(file, ()))
 
 
@@ -27,7 +32,9 @@ def test_every_paper_and_every_name_can_be_reached():
     for name, file in zoo.OFFERED.items():
         assert Offered("jaxformer.zoo")[name] is getattr(getattr(zoo, file), name)
     assert zoo.Linear.__module__ == "jaxformer.zoo.linear_attention"
-    assert zoo.PRESETS.keys() - models.PRESETS.keys() == {name for names in zoo.PRESETS_OF.values() for name in names}
+    assert zoo.PRESETS.keys() - models.PRESETS.keys() == {
+        name for names in zoo.PRESETS_OF.values() for name in names
+    }
     with pytest.raises(AttributeError, match="no attribute 'Perfomer'"):
         zoo.Perfomer  # noqa: B018
 

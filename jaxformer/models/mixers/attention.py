@@ -61,9 +61,8 @@ def attention(
 ) -> Mixer:
     """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout.
 
-    The default mixer.
-
-    A variant (`zoo.gated`) passes what it does differently, with `extra` parameters of its own:
+    It is the default mixer. A variant (`zoo.gated`) passes `extra` parameters of its own, and
+    functions for the steps that it changes:
     prepare(params, heads, context) -> the `Heads` before the rotation;
     attend(params, context, query, key, value, **options of ops.attention) -> out `[B, T, N, H]`;
     finish(params, x, out) -> out before the last projection.
@@ -105,8 +104,10 @@ def attention(
     return Mixer(spec, apply, state, rolls=True, shared=positions_spec(config))
 
 
-def project(params: Tree, x: Float[Array, "B T D"], vectors: Float[Array, "#B T D"] | None = None) -> Heads:
-    """Queries, keys and values as `maps_of_heads` makes them, with heads split over devices."""
+def project(
+    params: Tree, x: Float[Array, "B T D"], vectors: Float[Array, "#B T D"] | None = None
+) -> Heads:
+    """Queries, keys and values of `maps_of_heads`, with heads split over devices."""
     axes = {"query": "heads", "key": "kv_heads", "value": "kv_heads"}
     heads = maps_of_heads(params, x, vectors, tuple(axes))
 
@@ -119,29 +120,45 @@ def project(params: Tree, x: Float[Array, "B T D"], vectors: Float[Array, "#B T 
 def attention_options(config: ModelConfig, context: Context) -> dict[str, Any]:
     """The options of `ops.attention` for self-attention, without the bias.
 
-    Only the reference returns weights. A request for them takes the reference, also where a run was trained with another
-    kernel.
+    Only the reference returns weights. So a request for weights takes the reference, even if the
+    run was trained with another kernel.
     """
     weights = context.tap.asks("weights")
     return dict(
-        mask=context.mask, scale=config.score_scale, softcap=config.attention_softcap,
-        dropout_rate=config.attention_dropout_rate, dropout_key=context.dropout_key,
-        return_weights=weights, implementation="reference" if weights else config.attention_implementation,
-    )  # fmt: skip
+        mask=context.mask,
+        scale=config.score_scale,
+        softcap=config.attention_softcap,
+        dropout_rate=config.attention_dropout_rate,
+        dropout_key=context.dropout_key,
+        return_weights=weights,
+        implementation="reference" if weights else config.attention_implementation,
+    )
 
 
 def maps_of_heads(
-    params: Tree, x: Float[Array, "B T D"], vectors: Float[Array, "#B T D"] | None, names: tuple[str, ...]
+    params: Tree,
+    x: Float[Array, "B T D"],
+    vectors: Float[Array, "#B T D"] | None,
+    names: tuple[str, ...],
 ) -> Tree:
-    """The linear maps of these names: queries and keys of x + `vectors` of positions, values of x."""
+    """The linear maps of these names: queries and keys of x + `vectors`, values of x.
+
+    `vectors` are the vectors of the positions.
+    """
     if vectors is None:
         return linear_maps("btd,dnh->btnh", x, {name: params[name] for name in names})
-    heads = linear_maps("btd,dnh->btnh", with_positions(x, vectors), {name: params[name] for name in names if name != "value"})
+    heads = linear_maps(
+        "btd,dnh->btnh",
+        with_positions(x, vectors),
+        {name: params[name] for name in names if name != "value"},
+    )
     return heads | linear_maps("btd,dnh->btnh", x, {"value": params["value"]})
 
 
-def with_positions(x: Float[Array, "B T D"], vectors: Float[Array, "#B T D"] | None) -> Float[Array, "B T D"]:
-    """x + `vectors`, in x's precision; x where there are none."""
+def with_positions(
+    x: Float[Array, "B T D"], vectors: Float[Array, "#B T D"] | None
+) -> Float[Array, "B T D"]:
+    """x + `vectors`, in x's precision; x itself without vectors."""
     return x if vectors is None else (x + vectors).astype(x.dtype)
 
 
@@ -151,10 +168,10 @@ def split_weights(result: Any) -> tuple[Array, Array | None]:
 
 
 def tapped_weights(context: Context, result: Any, value: Array | None) -> Array:
-    """The output of `ops.attention`, with the weights that a caller of `apply` gave in their place.
+    """The output of `ops.attention`, computed again if a caller of `apply` edits the weights.
 
-    Raises NotImplementedError for other weights where `value` is None: the output is no plain mean
-    of values then.
+    Raises NotImplementedError for edited weights if `value` is None: then the output is not a plain
+    weighted mean of values.
     """
     out, weights = split_weights(result)
     if (edited := context.tap("weights", weights)) is weights:
@@ -167,13 +184,14 @@ def tapped_weights(context: Context, result: Any, value: Array | None) -> Array:
 
 
 def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree:
-    """Parameters of `attention`; keys and values read a source of another width, if given."""
+    """Parameters of `attention`. Keys and values read a source of `source_width`, if given."""
     D, N, H = config.d_model, config.num_heads, config.head_size
-    source = source_width or D, config.kv_heads, "kv_heads"
-    inputs = {"query": (D, N, "heads"), "key": source, "value": source}
+    of_source = source_width or D, config.kv_heads, "kv_heads"
+    inputs = {"query": (D, N, "heads"), "key": of_source, "value": of_source}
     tree = {}
     for name, (width, heads, axis) in inputs.items():
-        shape, axes = (width, heads, H), ("embed", axis, "head")
+        shape = width, heads, H
+        axes = "embed", axis, "head"
         tree[name] = linear_spec(config, name, shape, axes, ("embed",), config.std)
     axes = "heads", "head", "embed"
     tree["out"] = linear_spec(config, "out", (N, H, D), axes, axes[:2], residual_std(config))
@@ -181,7 +199,7 @@ def attention_spec(config: ModelConfig, source_width: int | None = None) -> Tree
 
 
 def positions_spec(config: ModelConfig) -> Tree:
-    """The table of `Relative` or `AttentionPositions` positions, which all layers share."""
+    """The table of `Relative` or `AttentionPositions` positions. All layers share it."""
     table = attention_table(config)
     if table is not None and table.spec:
         return {"positions": table.spec}
@@ -192,7 +210,7 @@ def positions_spec(config: ModelConfig) -> Tree:
 
 
 def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | Array | None:
-    """What the positions of the config add to the scores of self-attention."""
+    """The bias that the config's positions add to the scores of self-attention."""
     match config.positions:
         case Alibi():
             return alibi(config.num_heads)
@@ -202,12 +220,12 @@ def score_bias(config: ModelConfig, shared: Tree) -> Bias | Callable | Array | N
 
 
 def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
-    """The bias at the tokens' positions, by batch row, where these differ from the tokens' indices.
+    """The bias at the tokens' positions, for each batch row.
 
-    They differ in padded and packed batches, and in a cache. Without explicit positions, tokens of a
-    segment are as far apart as their indices, and a bias of distance needs no change. Raises
-    ConfigError for what depends on indices: an array, a bias with arrays by query; and for
-    positions that are passed with a cache.
+    Positions differ from indices in padded and packed batches, and in a cache. Without explicit
+    positions, tokens of a segment are as far apart as their indices, so a bias of distance needs no
+    change. Raises ConfigError for a bias that depends on indices (an array, a bias with arrays by
+    query), and for positions that are passed with a cache.
     """
     by_distance = isinstance(bias, Bias) and bias.by_distance
     in_cache = context.state is not None
@@ -234,15 +252,17 @@ def cross_attention(
 ) -> MixerOutput:
     """Attention from a decoder's tokens to an encoder's output. Vaswani et al. 2017, section 3.2.3.
 
-    It has no positions but `AttentionPositions`. In decoding there may be fewer sources than batch
-    rows: neighbours, such as the beams of a text, read the same one.
+    The only positions are `AttentionPositions`. In decoding there may be fewer sources than batch
+    rows: neighbouring rows, such as the beams of one text, then read the same source.
     """
     source: Any = context.source
     if source.heads is None:
         heads = source_heads(params, source.hidden, source.key_positions)
     else:
         heads = source.heads
-    query = linear("btd,dnh->btnh", with_positions(x, attention_positions(config, context)), params["query"])
+    query = linear(
+        "btd,dnh->btnh", with_positions(x, attention_positions(config, context)), params["query"]
+    )
     key, value = (heads[name].swapaxes(1, 2).astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
     # the queries of all batch rows that read the same source
@@ -252,8 +272,10 @@ def cross_attention(
     return MixerOutput(linear("btnh,nhd->btd", context.tap("heads", out), params["out"]))
 
 
-def source_heads(params: Tree, hidden: Float[Array, "B S D"], vectors: Float[Array, "#B S D"] | None = None) -> Tree:
-    """Keys and values of an encoder's output, as `maps_of_heads` makes them, `[B, K, S, H]` as in a cache."""
+def source_heads(
+    params: Tree, hidden: Float[Array, "B S D"], vectors: Float[Array, "#B S D"] | None = None
+) -> Tree:
+    """Keys and values of an encoder's output by `maps_of_heads`, `[B, K, S, H]` as in a cache."""
     heads = maps_of_heads(params, hidden, vectors, ("key", "value"))
     return {name: y.swapaxes(1, 2) for name, y in heads.items()}
 
@@ -261,16 +283,21 @@ def source_heads(params: Tree, hidden: Float[Array, "B S D"], vectors: Float[Arr
 def cached(
     attend: Callable | None, query: Array, key: Array, value: Array, context: Context, options: dict
 ) -> tuple[Any, Tree]:
-    """(attention of new tokens to themselves and to the cache, the state with the new ones).
+    """(attention of new tokens to the cache and to each other, the state with the new tokens).
 
-    The token at position p is in slot p mod S. The first tokens of a batch row start at position 0:
-    they attend to each other by the kernel that training has, also a `Kernel` of the user's. A
-    variant's `attend` and returned weights take the old keys and the new ones as an array.
+    The token at position p is in slot p mod S. The first tokens of a batch row start at position 0,
+    and attend to each other by the kernel of training, which may be a user's `Kernel`. A variant's
+    `attend`, or a request for weights, gets the old keys and the new ones as one array.
     """
-    T, S = query.shape[1], jax.tree.leaves(context.state["key"])[0].shape[2]
+    T = query.shape[1]
+    S = jax.tree.leaves(context.state["key"])[0].shape[2]
     state = context.state
     new = {"key": _in_slots(key), "value": _in_slots(value)}
-    count = jnp.full(len(query), T) if context.padding_mask is None else jnp.sum(context.padding_mask, axis=1)
+    count = (
+        jnp.full(len(query), T)
+        if context.padding_mask is None
+        else jnp.sum(context.padding_mask, axis=1)
+    )
     if context.lengths is None:
         result = (attend or ops.attention)(query, key, value, **options)
         return result, cached_attention.write(first_slots, state, new, count)
@@ -287,8 +314,9 @@ def cached(
         call = Call(options["mask"], options.get("bias"), scale=scale, softcap=options["softcap"])
         widths = cached_attention.widths(S) if context.cache_length == S else [S]
         width = jnp.searchsorted(jnp.array(widths), jnp.max(context.lengths))
-        slots = old_slots, new_slots
-        result = out = cached_attention.attention(query, positions, *slots, call, widths, width)
+        result = cached_attention.attention(
+            query, positions, old_slots, new_slots, call, widths, width
+        )
     else:
 
         def old_and_new(name):
@@ -298,13 +326,15 @@ def cached(
         of_keys = jnp.concatenate([old_positions, new_positions], axis=1)
         # only the reference has positions by batch row
         options = options | {"positions": (positions, of_keys), "implementation": None}
-        result = (attend or ops.attention)(query, old_and_new("key"), old_and_new("value"), **options)
-        out = split_weights(result)[0]
+        result = (attend or ops.attention)(
+            query, old_and_new("key"), old_and_new("value"), **options
+        )
     if not write_first:
+        out, _ = split_weights(result)
         state = cached_attention.write(write_slots, state, new, new_positions, out)
     return result, state
 
 
 def _in_slots(x: Array) -> Array:
-    """New keys or values `[B, T, K, H]` as a cache has them, `[B, K, T, H]`."""
+    """New keys or values `[B, T, K, H]` in the layout of a cache, `[B, K, T, H]`."""
     return with_logical_constraint(x.transpose(0, 2, 1, 3), "batch", "kv_heads", None, None)

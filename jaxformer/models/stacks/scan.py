@@ -1,7 +1,10 @@
-"""The default stack: all layers under one scan. Other stacks use its `LayerInputs`, `partition`, `combine` and `remat`."""
+"""The default stack: all layers under one scan.
+
+Other stacks use its `layer_functions`, or `inputs_of_pattern`.
+"""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -12,17 +15,20 @@ import jax.numpy as jnp
 from jaxformer.errors import ConfigError
 from jaxformer.models import sublayers
 from jaxformer.models.config import ModelConfig
-from jaxformer.models.layer import Context, LayerOutput, Layers
+from jaxformer.models.layer import Context, Layers
 from jaxformer.models.stacks import layout
 from jaxformer.models.stacks.layout import Segment
+from jaxformer.models.stacks.remat import remat
+from jaxformer.models.stacks.trees import join_layers, join_parts, unstack
 from jaxformer.models.sublayers import Kind
-from jaxformer.ops.einsum import PRODUCT
 from jaxformer.params import Tree
 from jaxformer.sharding import is_one_cpu, platform
 
-# Models of more layers are scanned: the time to compile grows with the layers. So are wider models of 32 bits on CPU: each
-# layer's weights are cut out of the stack, which in 16 bits costs nothing more than the cast (bench/LOG.md)
-UNROLLED, WIDE = 24, 512
+# A model with more layers is scanned, because the time to compile grows with the number of layers.
+UNROLLED = 24
+# A wider model in 32 bits on CPU is scanned too: without a scan, each layer's weights are cut out
+# of the stack. In 16 bits this cut costs nothing beyond the cast (bench/LOG.md).
+WIDE = 512
 
 
 class LayerInputs(NamedTuple):
@@ -43,21 +49,21 @@ class Flow(NamedTuple):
 
 
 class StackCall(NamedTuple):
-    """One call of a stack: what its layers are, and what they read."""
+    """One call of a stack: its layers and what they read."""
 
     config: ModelConfig
     layers: Layers
     context: Context
     pick: Callable | None  # selects a layer's parameters and constants
-    kinds: tuple[Kind, ...]  # of the first layers, which repeat
-    constants: list[Tree]  # for each kind what its mixer drew for all layers, `[L, ...]`
+    kinds: tuple[Kind, ...]  # of the first layers; the later layers repeat them
+    constants: list[Tree]  # for each kind: what its mixer drew for all layers, `[L, ...]`
 
     def kind(self, i: int) -> Kind:
-        """What layer i is made of."""
+        """The sub-layers and the block of layer i."""
         return self.kinds[i % len(self.kinds)]
 
     def drawn(self, layers: int | slice) -> Tree:
-        """The constants of a layer, or of the layers of a slice, which are of one kind."""
+        """The constants of a layer, or of the layers of a slice; these are of one kind."""
         first = layers if isinstance(layers, int) else layers.start
         return jax.tree.map(lambda leaf: leaf[layers], self.constants[first % len(self.kinds)])
 
@@ -65,75 +71,117 @@ class StackCall(NamedTuple):
         """The context with the mask of layer i."""
         return replace(self.context, mask=self.layers.masks[i % len(self.layers.masks)])
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether each layer has a state, or weights of its own: then no loop cuts them out."""
+        return self.layers.state is not None or isinstance(self.layers.params, tuple)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return layout.segments(self.config, source_width(self.context))
+
 
 def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callable | None = None):
-    """(x after all layers, `LayerOutput` of them): a scan over whole periods of the pattern, then the rest.
+    """(x after all layers, the `LayerOutput` of all layers).
 
-    `unroll=L` or JAX_DISABLE_JIT=1 give the same values. `context.layer` is the number of the first layer. `pick` selects a
-    layer's parameters and constants (`stacks.pipeline`).
+    Whole periods of the pattern run under a scan, then the remaining layers. `unroll=L` and
+    JAX_DISABLE_JIT=1 give the same values. `context.layer` is the number of the first layer. `pick`
+    selects a layer's parameters and constants (`stacks.pipeline`).
     """
-    source_width = None if context.source is None else context.source.hidden.shape[-1]
-    kinds = layout.kinds(config, source_width)
-    constants = [_constants(kind, layers, x.shape[1]) for kind in kinds]
-    call = StackCall(config, layers, context, pick, kinds, constants)
-    flow = Flow(x, first_carry(config, kinds, x))
-    if isinstance(layers.params, tuple) or layers.state is not None:
-        flow, output = run_one_by_one(call, flow)
-        return flow.x, output
+    call = stack_call(config, layers, x.shape[1], context, pick)
+    flow = Flow(x, first_carry(config, call.kinds, x))
     outputs = []
-    for segment in layout.segments(config, source_width):
+    for segment in call.segments:
         flow, output = run_segment(call, segment, flow)
         outputs.append(output)
-    return flow.x, joined(outputs, jnp.concatenate)
+    return flow.x, join_parts(outputs)
+
+
+def layer_functions(config: ModelConfig, layers: Layers, x, context: Context) -> list[Callable]:
+    """The layers of a stack of your own: functions `(x, carry=None) -> LayerOutput`, in order.
+
+    `LayerOutput.hidden` is x after the layer. `join_layers` joins the outputs of all layers. x is
+    the stream before the first layer. A mixer that hands a carry to the next layer finds it in
+    `carry`, which is the `carry` of an earlier output; None: that of the first layer.
+    """
+    call = stack_call(config, layers, x.shape[1], context)
+    first = first_carry(config, call.kinds, x)
+    functions = []
+    for segment in call.segments:
+        for k, inputs in enumerate(inputs_of_rest(call, segment, 0)):
+            layer = partial(run_layer_of_segment, call, segment, k)
+            if not call.is_decoding:
+                layer = remat(config, layer, in_scan=False)
+            functions.append(partial(_run_alone, layer, inputs, first))
+    return functions
+
+
+def _run_alone(layer: Callable, inputs: LayerInputs, first: Tree, x, carry: Tree = None):
+    flow, output = layer(Flow(x, first if carry is None else carry), inputs)
+    return output._replace(hidden=flow.x, carry=flow.carry)
+
+
+def stack_call(
+    config: ModelConfig, layers: Layers, length: int, context: Context, pick: Callable | None = None
+) -> StackCall:
+    """The layers and what they read. Mixers draw their constants for tokens of this length."""
+    kinds = layout.kinds(config, source_width(context))
+    constants = [_constants(kind, layers, length) for kind in kinds]
+    return StackCall(config, layers, context, pick, kinds, constants)
+
+
+def source_width(context: Context) -> int | None:
+    """The width of the encoder whose output the layers read."""
+    return None if context.source is None else context.source.hidden.shape[-1]
 
 
 def first_carry(config: ModelConfig, kinds: Sequence[Kind], x) -> Tree:
-    """What the first layer reads of a layer before it. ConfigError where mixers of other kinds would read it."""
+    """The carry that the first layer reads.
+
+    Raises ConfigError if a mixer has a carry and the layers have different mixers.
+    """
     mixers = layout.as_pattern(config.mixer)
-    if any(mixer != mixers[0] for mixer in mixers) and any(kind.mixer.carry(x) is not None for kind in kinds):
-        raise ConfigError("model.mixer: a mixer that hands a carry to the next layer is the mixer of all layers")
+    if any(mixer != mixers[0] for mixer in mixers) and any(
+        kind.mixer.carry(x) is not None for kind in kinds
+    ):
+        raise ConfigError(
+            "model.mixer: a mixer that hands a carry to the next layer is the mixer of all layers"
+        )
     return kinds[0].mixer.carry(x)
 
 
 def _constants(kind: Kind, layers: Layers, length: int) -> Tree:
-    """What the mixer of a layer draws for all layers, `[L, ...]`, or what the caller gave in its place."""
+    """What the mixer draws for all layers, `[L, ...]`, or the caller's arrays in its place."""
     drawn = kind.mixer.constants(length)
     return drawn if drawn is None or layers.constants is None else layers.constants
 
 
-def run_one_by_one(call: StackCall, flow):
-    """Decoding: each layer has weights and a state of its own, which no loop has to cut out of a stack."""
-    config, layers, source = call.config, call.layers, call.context.source
-    heads = None if source is None else source.heads
-    states = layers.state or (None,) * config.num_layers
-    outputs = []
-    for i, params in enumerate(layout.unstacked(config, layers.params)):
-        inputs = LayerInputs(i, params, states[i], call.drawn(i), None if heads is None else heads[i])
-        flow, output = run_layer(call, call.kind(i), call.context_of(i), flow, inputs)
-        outputs.append(output)
-    stacked = joined([output._replace(state=None) for output in outputs], stack_leaves)
-    states = tuple(output.state for output in outputs)
-    return flow, stacked if states[0] is None else stacked._replace(state=states)
-
-
 def run_segment(call: StackCall, segment: Segment, flow):
-    """The layers of a segment: whole periods of its pattern under a scan, the rest one after another."""
-    config, dtype = call.config, flow.x.dtype
+    """The layers of a segment: whole periods of its pattern in a scan, then the others in turn."""
+    config = call.config
     period = layout.period(config, segment)
-    together = layers_a_step(config, dtype)
-    scanned = 0 if together >= config.num_layers else segment.count - segment.count % period
+    layers_per_step = layers_a_step(config, flow.x.dtype)
+    is_scanned = layers_per_step < config.num_layers and not call.is_decoding
+    scanned = segment.count - segment.count % period if is_scanned else 0
     outputs = []
     if scanned:
-        functions = [partial(run_layer_of_period, call, segment, period, k) for k in range(period)]
-        step = partial(run_period, [remat(config, function, dtype) for function in functions], segment)
+        layers = [
+            remat(config, partial(run_layer_of_period, call, segment, period, k), in_scan=True)
+            for k in range(period)
+        ]
+        step = partial(run_period, layers, segment)
         inputs = inputs_of_periods(call, segment, period, scanned)
-        flow, output = jax.lax.scan(step, flow, inputs, unroll=max(1, together // period))
+        flow, output = jax.lax.scan(step, flow, inputs, unroll=max(1, layers_per_step // period))
         outputs.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), output))
     if scanned < segment.count:
-        each = [remat(config, partial(run_layer_of_segment, call, segment, k), dtype) for k in range(scanned, segment.count)]
-        flow, output = run_in_turn(each, flow, inputs_of_rest(call, segment, scanned))
+        layers = [
+            partial(run_layer_of_segment, call, segment, k) for k in range(scanned, segment.count)
+        ]
+        if not call.is_decoding:
+            layers = [remat(config, layer, in_scan=is_scanned) for layer in layers]
+        flow, output = run_in_turn(layers, flow, inputs_of_rest(call, segment, scanned))
         outputs.append(output)
-    return flow, joined(outputs, jnp.concatenate)
+    return flow, join_parts(outputs)
 
 
 def run_layer(call: StackCall, kind: Kind, context: Context, flow, inputs: LayerInputs):
@@ -141,12 +189,21 @@ def run_layer(call: StackCall, kind: Kind, context: Context, flow, inputs: Layer
     params, constants = inputs.params, inputs.constants
     if call.pick is not None:
         params, constants = call.pick((params, constants))
-    key = None if context.dropout_key is None else jax.random.fold_in(context.dropout_key, inputs.layer)
-    source = None if context.source is None else replace(context.source, heads=inputs.source_heads)
+    key = source = None
+    if context.dropout_key is not None:
+        key = jax.random.fold_in(context.dropout_key, inputs.layer)
+    if context.source is not None:
+        source = replace(context.source, heads=inputs.source_heads)
     context = replace(
-        context, dropout_key=key, state=inputs.state, layer=inputs.layer, constants=constants, carry=flow.carry, source=source,
+        context,
+        dropout_key=key,
+        state=inputs.state,
+        layer=inputs.layer,
+        constants=constants,
+        carry=flow.carry,
+        source=source,
         tap=context.tap.in_layer(inputs.layer),
-    )  # fmt: skip
+    )
     output = sublayers.run(call.config, kind, params, flow.x, context)
     return Flow(output.hidden, output.carry), output._replace(hidden=None, carry=None)
 
@@ -159,10 +216,14 @@ def run_layer_of_segment(call: StackCall, segment: Segment, k: int, flow, inputs
     return flow, output._replace(updates=layout.placed(output.updates, place))
 
 
-def run_layer_of_period(call: StackCall, segment: Segment, period: int, k: int, flow, inputs: LayerInputs):
-    """The k-th layer of a period. A place with several layers in a period has its parameters stacked: this takes those of one.
+def run_layer_of_period(
+    call: StackCall, segment: Segment, period: int, k: int, flow, inputs: LayerInputs
+):
+    """The k-th layer of a period.
 
-    It does so within what is recomputed: the loop then keeps no copy of the weights for the backward pass.
+    If a place has several layers in a period, their parameters are stacked: this layer takes its
+    own out. It does so within the recomputed part, so the loop keeps no copy of the weights for the
+    backward pass.
     """
     n = len(segment.places)
     if period > n:
@@ -170,200 +231,149 @@ def run_layer_of_period(call: StackCall, segment: Segment, period: int, k: int, 
     return run_layer_of_segment(call, segment, k, flow, inputs)
 
 
-def run_period(functions: Sequence[Callable], segment: Segment, flow, inputs: tuple[list[Tree], list[LayerInputs]]):
+def run_period(
+    functions: Sequence[Callable],
+    segment: Segment,
+    flow,
+    inputs: tuple[list[Tree], list[LayerInputs]],
+):
     """One step of the scan: the layers of a period."""
     params, layer_inputs = inputs
     n = len(segment.places)
-    return run_in_turn(functions, flow, [each._replace(params=params[k % n]) for k, each in enumerate(layer_inputs)])
+    return run_in_turn(
+        functions,
+        flow,
+        [each._replace(params=params[k % n]) for k, each in enumerate(layer_inputs)],
+    )
 
 
-def inputs_of_periods(call: StackCall, segment: Segment, period: int, scanned: int) -> tuple[list[Tree], list[LayerInputs]]:
-    """What the first `scanned` layers of a segment read, each leaf [periods, ...]: parameters by place, the rest by layer.
+def inputs_of_periods(
+    call: StackCall, segment: Segment, period: int, scanned: int
+) -> tuple[list[Tree], list[LayerInputs]]:
+    """What the first `scanned` layers of a segment read: (parameters by place, the rest by layer).
 
-    A place with several layers in a period has a second axis, of these layers: [periods, several, ...].
+    Each leaf is [periods, ...]. If a place has several layers in a period, its leaves have a second
+    axis for these layers: [periods, layers, ...].
     """
-    several = period // len(segment.places)
+    layers_of_place = period // len(segment.places)  # in a period
     periods = scanned // period
 
-    def cut(leaf):
-        leaf = leaf[: periods * several]
-        return leaf if several == 1 else leaf.reshape(periods, several, *leaf.shape[1:])
+    def by_period(leaf):
+        leaf = leaf[: periods * layers_of_place]
+        if layers_of_place == 1:
+            return leaf
+        return leaf.reshape(periods, layers_of_place, *leaf.shape[1:])
 
-    params = [jax.tree.map(cut, layout.place(call.layers.params, name)) for name in segment.places]
+    params = [
+        jax.tree.map(by_period, layout.place(call.layers.params, name)) for name in segment.places
+    ]
     stop = segment.first + scanned
     numbers = call.context.layer + jnp.arange(segment.first, stop)
     firsts = range(segment.first, segment.first + period)
     return params, [
-        LayerInputs(numbers[k::period], None, None, call.drawn(slice(i, stop, period))) for k, i in enumerate(firsts)
+        LayerInputs(numbers[k::period], None, None, call.drawn(slice(i, stop, period)))
+        for k, i in enumerate(firsts)
     ]
 
 
 def inputs_of_pattern(config: ModelConfig, layers: Layers, length: int) -> tuple[LayerInputs, ...]:
-    """For each layer of the pattern the inputs `[L / period, ...]` of the layers in its place: for a stack of another kind.
+    """The inputs of each layer of the pattern, `[L / period, ...]`, for other kinds of stacks.
 
-    A pattern that only covers the depth is its own period. Raises ConfigError for a depth that is no multiple of the pattern.
+    A leaf stacks all layers in the same place of the pattern. A pattern that covers the depth once
+    is its own period. Raises ConfigError for a depth that is no multiple of the pattern.
     """
-    segments, kinds, L = layout.segments(config), layout.kinds(config), config.num_layers
+    L = config.num_layers
+    segments = layout.segments(config)
+    kinds = layout.kinds(config)
     period = L if len(segments) > 1 else layout.period(config, segments[0])
     if L % period:
-        raise ConfigError(f"model.num_layers={L} is no multiple of the pattern of {period} different layers")
-    found = []
+        raise ConfigError(
+            f"model.num_layers={L} is no multiple of the pattern of {period} different layers"
+        )
+    inputs = []
     for segment in segments:
         for k in range(min(segment.count, period)):
             i = segment.first + k
             name, first = segment.place_of(k)
-            several = slice(first, first + 1) if len(segments) > 1 else slice(first, None, period // len(segment.places))
-            own = jax.tree.map(lambda leaf, several=several: leaf[several], layout.place(layers.params, name))
+            if len(segments) > 1:
+                layers_of_place = slice(first, first + 1)
+            else:
+                layers_of_place = slice(first, None, period // len(segment.places))
+            params = jax.tree.map(
+                lambda leaf, layers_of_place=layers_of_place: leaf[layers_of_place],
+                layout.place(layers.params, name),
+            )
             constants = _constants(kinds[i % len(kinds)], layers, length)
             constants = jax.tree.map(lambda leaf, i=i: leaf[i::period], constants)
-            found.append(LayerInputs(jnp.arange(i, L, period), own, None, constants))
-    return tuple(found)
+            inputs.append(LayerInputs(jnp.arange(i, L, period), params, None, constants))
+    return tuple(inputs)
 
 
 def inputs_of_rest(call: StackCall, segment: Segment, scanned: int) -> list[LayerInputs]:
-    """What each layer of a segment behind the `scanned` ones reads. Every place has the same number of scanned layers."""
-    first = scanned // len(segment.places)
-
-    def rest(name: str) -> Iterator[Tree]:
-        stored = layout.place(call.layers.params, name)
-        leaves = jax.tree.map(lambda leaf: leaf[first:], stored)
-        return iter(unstack(leaves, len(jax.tree.leaves(stored)[0]) - first))
-
-    params = {name: rest(name) for name in segment.places}
+    """What each layer after the `scanned` ones reads."""
+    states = call.layers.state
+    source_heads = None if call.context.source is None else call.context.source.heads
     inputs = []
-    for k in range(scanned, segment.count):
-        place, _ = segment.place_of(k)
+    for k, params in enumerate(params_of_rest(call.layers.params, segment, scanned), scanned):
         i = segment.first + k
-        inputs.append(LayerInputs(call.context.layer + i, next(params[place]), None, call.drawn(i)))
+        inputs.append(
+            LayerInputs(
+                call.context.layer + i,
+                params,
+                None if states is None else states[i],
+                call.drawn(i),
+                None if source_heads is None else source_heads[i],
+            )
+        )
     return inputs
 
 
+def params_of_rest(stored: Tree, segment: Segment, scanned: int) -> list[Tree]:
+    """The parameters of each layer after the `scanned` ones.
+
+    Every place has the same number of scanned layers.
+    """
+    if isinstance(stored, tuple):  # prepared for decoding: a tree for each layer
+        return list(stored[segment.first + scanned : segment.first + segment.count])
+    first = scanned // len(segment.places)
+    of_places = {}
+    for name in segment.places:
+        leaves = jax.tree.map(lambda leaf: leaf[first:], layout.place(stored, name))
+        of_places[name] = unstack(leaves, len(jax.tree.leaves(leaves)[0]))
+    places = map(segment.place_of, range(scanned, segment.count))
+    return [of_places[name][number - first] for name, number in places]
+
+
 def run_in_turn(functions: Sequence[Callable], flow, inputs: Sequence[LayerInputs]):
-    """Layers one after another, and their outputs stacked."""
+    """Runs the layers one after another, and stacks their outputs."""
     outputs = []
     for function, layer_inputs in zip(functions, inputs, strict=True):
         flow, output = function(flow, layer_inputs)
         outputs.append(output)
-    return flow, joined(outputs, stack_leaves)
-
-
-def stack_leaves(leaves: Sequence[jax.Array]) -> jax.Array:
-    return jnp.stack(leaves)
-
-
-def joined(outputs: Sequence[LayerOutput], combine: Callable) -> LayerOutput:
-    """Outputs of layers as one: each value is `combine(values)` of the layers that report it, in their order.
-
-    Raises ConfigError for intermediates that not every layer computes.
-    """
-    if len({frozenset(output.intermediates) for output in outputs}) > 1:
-        names = ", ".join(sorted({path for output in outputs for _, path in output.intermediates}))
-        raise ConfigError(f"intermediates: {names}: not every layer computes all of these")
-
-    def of(name):
-        return _merged([getattr(output, name) for output in outputs], combine)
-
-    return LayerOutput(loss=of("loss"), stats=of("stats"), intermediates=of("intermediates") or {}, updates=of("updates"))
-
-
-def _merged(trees: Sequence[Tree], combine: Callable) -> Tree:
-    """The trees as one: dictionaries by their keys, which only some of them may have; other trees leaf by leaf."""
-    trees = [tree for tree in trees if tree is not None]
-    if not trees:
-        return None
-    if all(isinstance(tree, Mapping) for tree in trees):
-        names = dict.fromkeys(name for tree in trees for name in tree)
-        return {name: _merged([tree[name] for tree in trees if name in tree], combine) for name in names}
-    return jax.tree.map(lambda *leaves: combine(leaves), *trees)
+    return flow, join_layers(outputs)
 
 
 def layers_a_step(config: ModelConfig, dtype) -> int:
-    """Layers of one step of the scan: `config.unroll`, or by default the fastest number.
+    """The number of layers in one step of the scan: `config.unroll`, or the fastest by default.
 
-    On GPUs and on one CPU that is no scan (but see `WIDE`): a scan copies what each layer keeps for its gradient. With
-    `config.remat` it is a scan, which keeps no layer's weights. On TPUs it is one layer, which compiles soonest.
+    On GPUs and on one CPU the default is no scan (except above `WIDE`), because a scan copies what
+    each layer keeps for its gradient. With `config.remat` it is a scan, which keeps no layer's
+    weights. On TPUs it is a scan of one layer, which compiles soonest.
     """
     if config.unroll is not None:
         return config.unroll
-    copies = platform() == "gpu" or (is_one_cpu() and (dtype.itemsize < 4 or config.d_model <= WIDE))
-    layers_per_step = config.num_layers if copies and config.num_layers <= UNROLLED and config.remat == "none" else 1
+    cuts_cheaply = dtype.itemsize < 4 or config.d_model <= WIDE
+    scan_is_slow = platform() == "gpu" or (is_one_cpu() and cuts_cheaply)
+    is_unrolled = scan_is_slow and config.num_layers <= UNROLLED and config.remat == "none"
+    layers_per_step = config.num_layers if is_unrolled else 1
     _log_once(platform(), config.num_layers, layers_per_step)
     return layers_per_step
 
 
 @cache
 def _log_once(platform: str, layers: int, layers_per_step: int) -> None:
-    schedule = "one after another, without a scan" if layers_per_step >= layers else f"a scan, {layers_per_step} a step"
+    if layers_per_step >= layers:
+        schedule = "one after another, without a scan"
+    else:
+        schedule = f"a scan, {layers_per_step} a step"
     logging.getLogger("jaxformer").info("%d layers on %s: %s", layers, platform, schedule)
-
-
-def unstack(tree: Tree, length: int) -> list[Tree]:
-    """`[length, ...]` leaves -> `length` trees, by `lax.split`: its transpose is one concatenation, an index's a scatter."""
-    leaves, structure = jax.tree.flatten(tree)
-    split_leaves = [
-        [layer_leaf.reshape(leaf.shape[1:]) for layer_leaf in jax.lax.split(leaf, (1,) * length)] for leaf in leaves
-    ]
-    return [jax.tree.unflatten(structure, layer_leaves) for layer_leaves in zip(*split_leaves, strict=True)]
-
-
-def partition(tree: Tree, keep: Callable) -> tuple[Tree, Tree]:
-    """The tree twice: with the leaves for which `keep(leaf)` holds, and with the others. None stands for a missing leaf."""
-
-    def pick(flag):
-        return jax.tree.map(lambda leaf: leaf if bool(keep(leaf)) == flag else None, tree)
-
-    return pick(True), pick(False)
-
-
-def combine(tree: Tree, other: Tree) -> Tree:
-    """The inverse of `partition`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=lambda leaf: leaf is None)
-
-
-def remat(config: ModelConfig, f: Callable, dtype) -> Callable:
-    """f, keeping for the backward pass what `ModelConfig.remat` says. Gathered weights are never kept but gathered again."""
-    mesh = jax.sharding.get_abstract_mesh()
-    # a loop keeps the passes apart
-    checkpoint = partial(jax.checkpoint, f, prevent_cse=layers_a_step(config, dtype) >= config.num_layers)
-    match config.remat:
-        case "none":
-            gathers = not mesh.empty and mesh.shape.get("fsdp", 1) > 1
-            return checkpoint(policy=_save_all_but_cheap) if gathers else f
-        case "dots":
-            return checkpoint(policy=_save_products)
-        case "attention":
-            return checkpoint(policy=_save_attention)
-        case "full":
-            return checkpoint()
-
-
-def _save_products(primitive, *operands, **options) -> bool:
-    """Saves products with weights: those of `ops.einsum` by their name, after rounding, and a user's own."""
-    if primitive.name == "name":
-        return options["name"] == PRODUCT
-    if primitive.name != "dot_general":
-        return False
-    _, (batch, _) = options["dimension_numbers"]
-    return not batch and options["preferred_element_type"] in (None, operands[0].dtype)
-
-
-def _save_attention(primitive, *_, name: str = "", **__) -> bool:
-    """Saves what kernels of attention make: ours name it, and cuDNN's forward pass is an operation of its own."""
-    return name == "attention" if primitive.name == "name" else primitive.name.startswith("dot_product_attention_fwd")
-
-
-# What costs nothing to compute again: a gathered weight is only sharded or cast anew, and the others run beside a product.
-# Their float32 arrays would be most of what a layer of 16 bits keeps: the policy reaches into the functions within that
-# are computed again, such as activations and norms.
-_CHEAP = {
-    "sharding_constraint", "all_gather", "convert_element_type", "add", "sub", "mul", "div", "neg", "exp", "log", "erf", "tanh",
-    "logistic", "rsqrt", "sqrt", "square", "integer_pow", "max", "min", "select_n", "broadcast_in_dim", "reshape", "transpose",
-    "squeeze", "expand_dims", "concatenate", "slice", "split", "iota", "reduce_sum", "reduce_max", "stop_gradient",
-}  # fmt: skip
-
-
-def _save_all_but_cheap(primitive, *operands, call_jaxpr=None, **_) -> bool:
-    """Saves every value except a sharded or cast copy and an elementwise function of saved values; and gathered vectors."""
-    names = [primitive.name] if call_jaxpr is None else [equation.primitive.name for equation in call_jaxpr.eqns]
-    of_vectors = bool(operands) and all(x.ndim <= 1 for x in operands) and "broadcast_in_dim" not in names
-    return of_vectors or not all(name in _CHEAP for name in names)

@@ -1,8 +1,17 @@
 """Exact scaled dot-product attention: one function, many kernels.
 
-`attention` checks a call, and `_choose` finds the kernel that computes it. `Kernel` is the joint: a
-researcher's own kernel goes where a name of ours goes. `zoo` has other, cheaper functions than this
-one.
+`attention` checks a call, and `_choose` finds the kernel that computes it. The kernels are:
+
+- "reference": makes an array of all scores, [B, N, T, S], and computes every call
+- "query_blocked": each block of queries reads only the keys between the first and the last it sees
+- "blockwise": makes no array of all scores
+- "ring": for a sequence split over the mesh axis `context`; "blockwise" is the same there
+- "splash": TPU
+- "cudnn": NVIDIA GPU
+
+Over `context`, "reference", "query_blocked" and "splash" gather keys and values. The choice of a
+tuple of kernels and of None is logged. `Kernel` is the joint: a researcher's own kernel goes where
+a name of ours goes. `zoo` has cheaper functions than exact attention.
 """
 
 import logging
@@ -38,84 +47,111 @@ from jaxformer.ops.einsum import in_float32, reverse_mode_alone
 from jaxformer.sharding import auto_axes, platform as mesh_platform
 
 KERNELS = REFERENCE, QUERY_BLOCKED, BLOCKWISE, RING, SPLASH, CUDNN
-RENAMED = {"rows": "query_blocked"}  # names that configs of older runs have
+RENAMED = {"rows": "query_blocked"}  # old names, which configs of older runs have
 
 
 @jax.named_scope("attention")
 def attention(
-    query: Float[Array, "B T N H"], key: Float[Array, "B S K H"], value: Float[Array, "B S K Hv"],
-    *, mask: Mask | None = None, bias: Float[Array, "#B #N #T #S"] | Bias | Callable | None = None,
-    scale: float | Float[Array, ""] | None = None, softcap: float | None = None,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K Hv"],
+    *,
+    mask: Mask | None = None,
+    bias: Float[Array, "#B #N #T #S"] | Bias | Callable | None = None,
+    scale: float | Float[Array, ""] | None = None,
+    softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    dropout_rate: float = 0.0, dropout_key: Array | None = None, return_weights: bool = False,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    return_weights: bool = False,
     implementation: Implementation = None,
     positions: tuple[Int[Array, "#B T"], Int[Array, "#B S"]] | None = None,
-) -> (
-    Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]
-):  # fmt: skip
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B N T S"]]:
     """softmax(mask(softcap(query key^T * scale + bias))) value.
 
     Vaswani et al. 2017, arXiv:1706.03762, eq. 1. Query head n reads key head n // (N / K) (Ainslie
-    et al. 2023). The last query is aligned with the last key unless the mask has an offset,
-    `.at(offset)`. `bias` is an array, a value of `ops.bias` (`alibi`, `t5`, `shaw`), or a function
-    of absolute positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`. `scale` is 1/sqrt(H)
-    by default; it may be learned. `softcap` c maps a score s to c tanh(s / c) (Gemma 2), and leaves
-    -inf, by which a bias hides a key. `sinks` adds one logit a head to the denominator alone.
-    `return_weights` adds the weights before dropout. The softmax is float32 or wider. A query that
-    sees no key yields zeros and no gradient. `positions` are those of queries and keys by batch
-    row, where -1 is an empty slot of a cache; only the reference takes them. Second derivatives in
-    reverse mode (jax.grad of jax.grad) are those of the reference, with its memory; "ring" has
-    none. Forward mode (jax.jvp) needs float64 and the reference.
+    et al. 2023). The softmax is float32 or wider. A query that sees no key yields zeros and no
+    gradient.
 
-    `implementation`: "reference" (an array [B, N, T, S]), "query_blocked" (of this array only the
-    keys between the first and the last that each block of queries sees), "blockwise" (no such
-    array), "splash" (TPU), "cudnn" (GPU), "ring" (a sequence split over the mesh axis `context`;
-    "blockwise" is the same there, the first two and "splash" gather keys and values), or a `Kernel`
-    of your own. A tuple takes its first kernel that is for the platform and computes the call. None
-    takes the fastest of ours. The choice of a tuple and of None is logged. All give the same values
-    and drop the same weights, or raise NotImplementedError that names what they lack.
+    - `mask`: the last query is aligned with the last key unless it has an offset, `.at(offset)`.
+    - `bias`: an array, a value of `ops.bias` (`alibi`, `t5`, `shaw`), or a function of absolute
+      positions, `(q_positions [T], kv_positions [S]) -> [N, T, S]`.
+    - `scale`: 1/sqrt(H) by default; it may be learned.
+    - `softcap`: c maps a score s to c tanh(s / c) (Gemma 2). -inf, which hides a key, stays.
+    - `sinks`: one logit a head, added to the denominator alone.
+    - `return_weights`: also returns the weights before dropout.
+    - `positions`: of queries and keys by batch row; -1 for an empty cache slot; reference only.
+    - `implementation`: a name of this file's list, a `Kernel` of your own, or a tuple: its first
+      kernel that is for the platform and computes the call. None: our fastest one.
+
+    All implementations give the same values and drop the same weights, or raise NotImplementedError
+    that names what they lack. Second derivatives in reverse mode (jax.grad of jax.grad) are those
+    of the reference, with its memory; "ring" has none. Forward mode (jax.jvp) needs float64 and the
+    reference.
     """
     softcap = None if softcap is None else _number("softcap", softcap)
     dropout_rate = _number("dropout_rate", dropout_rate)
     _check(query, key, value, bias, softcap, sinks, dropout_rate)
     mask = as_mask(mask, "attention")
     if positions is None:
-        first = mask.first(query.shape[1], key.shape[1])
-        _check_segments(mask, first, query.shape[1], key.shape[1])
-    if isinstance(scale, Array):  # kernels take a number
-        query, scale = (in_float32(query) * scale).astype(query.dtype), 1.0
-    if positions is not None and (callable(bias) or isinstance(bias, Bias)):
-        bias = bias_between(bias, *positions)
+        _check_segments(mask, query.shape[1], key.shape[1])
+    query, scale = _with_number_as_scale(query, scale)
     call = Call(
-        mask=mask.sized(key.shape[1]), positions=positions,
-        bias=jax.tree_util.Partial(bias) if callable(bias) else bias,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks=sinks,
-        dropout_rate=dropout_rate, dropout_seed=dropout_seed(dropout_rate, dropout_key),
-    )  # fmt: skip
-
-    def specs(*_):
-        batch, length, heads, _ = jax.typeof(query).sharding.spec
-        of_output = P(batch, length, heads)
-        return (of_output, P(batch, heads, length)) if return_weights else of_output
-
+        mask=mask.sized(key.shape[1]),
+        positions=positions,
+        bias=_bias_of_call(bias, positions),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed(dropout_rate, dropout_key),
+    )
+    specs = partial(_output_specs, query, return_weights)
     with reverse_mode_alone("attention"):
         attend = auto_axes(specs)(partial(_attend, implementation, return_weights))
         return attend(query, key, value, call)
 
 
-def _check_segments(mask: Mask, first: Any, T: int, S: int) -> None:
+def _with_number_as_scale(query: Array, scale: Any) -> tuple[Array, float]:
+    """(query, scale) for kernels, whose scale is a number: a learned one multiplies the query."""
+    if isinstance(scale, Array):
+        return (in_float32(query) * scale).astype(query.dtype), 1.0
+    return query, query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _bias_of_call(bias: Any, positions: tuple[Array, Array] | None) -> Any:
+    """The bias as a pytree; with `positions` by batch row, as an array."""
+    if positions is not None and (callable(bias) or isinstance(bias, Bias)):
+        bias = bias_between(bias, *positions)
+    return jax.tree_util.Partial(bias) if callable(bias) else bias
+
+
+def _output_specs(query: Array, return_weights: bool, *_):
+    """The PartitionSpecs of the output, and of the weights: those of the query."""
+    batch, length, heads, _ = jax.typeof(query).sharding.spec
+    output = P(batch, length, heads)
+    return (output, P(batch, heads, length)) if return_weights else output
+
+
+def _check_segments(mask: Mask, T: int, S: int) -> None:
     """Raises ValueError for ids that end before the sequence does: nobody would see the rest."""
-    for inner in mask.parts:
-        _check_segments(inner, first, T, S)
-    if mask.rule is rules.segments:
-        of_queries, of_keys = mask.arrays[0].shape[1], mask.arrays[-1].shape[1]
-        if of_keys < S or (isinstance(first, int) and of_queries < first + T):
-            ids = f"{mask} has ids for {of_queries} queries and {of_keys} keys"
+    first = mask.first(T, S)
+    for segments in _segments_in(mask):
+        q_count = segments.arrays[0].shape[1]
+        kv_count = segments.arrays[-1].shape[1]
+        if kv_count < S or (isinstance(first, int) and q_count < first + T):
+            ids = f"{segments} has ids for {q_count} queries and {kv_count} keys"
             raise ValueError(f"attention: {ids} of {T} and {S}")
 
 
+def _segments_in(mask: Mask) -> list[Mask]:
+    """All masks of `segments` in a mask."""
+    inner = [segments for part in mask.parts for segments in _segments_in(part)]
+    return [*inner, mask] if mask.rule is rules.segments else inner
+
+
 def _number(name: str, value: Any) -> float:
-    """The value as a number of the program. Raises ValueError for one that is traced."""
+    """The value as a float. Raises ValueError for a traced value."""
     if isinstance(value, jax.core.Tracer):
         needed = "is a number, which is known when the program is traced"
         raise ValueError(f"attention: {name} {needed}; got {value}")
@@ -184,7 +220,7 @@ def _choose(
 ) -> Kernel:
     """The kernel that computes the call.
 
-    Raises NotImplementedError where none that is asked for can.
+    Raises NotImplementedError if no kernel of `implementation` can.
     """
     if implementation is None:
         only_reference = return_weights or call.positions is not None
@@ -206,7 +242,7 @@ NO_POSITIONS = "no positions by row"
 
 
 def _lacks(return_weights: bool, query, key, value, call: Call, kernel: Kernel) -> str | None:
-    """What of the call a kernel does not have, as "no bias". None: it computes the call."""
+    """The missing feature of a kernel, such as "no bias". None: it computes the call."""
     if kernel is not REFERENCE and return_weights:
         return NO_WEIGHTS
     if kernel is not REFERENCE and call.positions is not None:
@@ -233,8 +269,12 @@ def _first(kernels: list[Kernel], lacks: Callable[[Kernel], str | None]) -> Kern
 
 
 def _fastest(query, key, value, call: Call) -> Kernel:
-    """The fastest of ours on the platform of the mesh, which may be absent from this machine."""
-    platform, devices = mesh_platform(), context_devices()
+    """The fastest of our kernels on the platform of the mesh.
+
+    This machine may lack that platform: a CPU can compile for a TPU.
+    """
+    platform = mesh_platform()
+    devices = context_devices()
     if devices > 1 and RING.refuses(query, key, value, call) is None:
         return _chosen(RING, f" of {devices}")
     for fused in (SPLASH, CUDNN):
@@ -254,7 +294,7 @@ def _fastest(query, key, value, call: Call) -> Kernel:
 
 
 def _chosen(kernel: Kernel, why: str = "") -> Kernel:
-    """The kernel, after one line of why it was chosen."""
+    """The kernel. Its choice and the reason are logged once."""
     _log_once(mesh_platform(), kernel.name, why)
     return kernel
 
@@ -265,7 +305,7 @@ def _log_once(platform: str, name: str, why: str) -> None:
 
 
 def _find(implementation: str | Kernel) -> Kernel:
-    """The kernel of ours of that name; a kernel itself."""
+    """Our kernel of that name; a `Kernel` is returned unchanged."""
     if isinstance(implementation, Kernel):
         return implementation
     if implementation in RENAMED:
@@ -280,7 +320,7 @@ def _warn_once(old: str, new: str) -> None:
 
 
 def unknown_implementation(implementation: Any) -> str | None:
-    """What is expected in place of a value that is no implementation; None where it is one."""
+    """The error text for a value that is no implementation; None if it is one."""
     items = as_tuple(implementation)
     known = {*names_of(KERNELS), *RENAMED}
 
@@ -294,6 +334,6 @@ def unknown_implementation(implementation: Any) -> str | None:
 
 
 def has_own_kernel(implementation: Implementation) -> bool:
-    """Whether an implementation holds a kernel that is not ours: it decides a run's numbers."""
+    """Whether an implementation holds a kernel that is not ours, which may change numbers."""
     kernels = [each for each in as_tuple(implementation) if isinstance(each, Kernel)]
     return any(kernel not in KERNELS for kernel in kernels)

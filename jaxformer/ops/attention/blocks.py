@@ -37,7 +37,7 @@ def cached_by_mask(f: Callable) -> Callable:
 
 # The cost model of block sizes: numbers of scores, as measured on XLA:CPU with 2 cores
 VISIT_COST = 70_000  # what a visit costs besides its scores
-# of one head: with fewer scores, a product runs on one thread, and all takes a half longer
+# of one head: with fewer scores a product runs on one thread and takes 1.5 times as long
 LEAST_PARALLEL = 1 << 17
 IN_CACHE = 1 << 21  # of all heads: larger blocks than LEAST_PARALLEL fit the cache
 MOST_SCORES = 1 << 24  # of all heads: no block takes more than 64 MiB
@@ -81,16 +81,16 @@ def cover(visible: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     following = np.where(visible, np.arange(columns), columns)
     following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
     following = np.pad(following, ((0, 0), (0, width)), constant_values=columns)
-    each = np.arange(len(visible))
+    line = np.arange(len(visible))
     start = following[:, 0]
-    found = []
-    while len(each := each[start < columns]):
+    spans = []
+    while len(line := line[start < columns]):
         start = start[start < columns]
-        found.append((each, start))
-        start = following[each, start + width]
-    if not found:
-        return each, each  # both are empty
-    lines, starts = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        spans.append((line, start))
+        start = following[line, start + width]
+    if not spans:
+        return line, line  # both are empty
+    lines, starts = (np.concatenate(arrays) for arrays in zip(*spans, strict=True))
     order = np.lexsort((starts, lines))
     return lines[order], starts[order]
 
@@ -160,7 +160,8 @@ class BiasArray(NamedTuple):
         An axis is broadcast if the array has length 1 there: a block may have it too.
         """
         grid = self.grid
-        starts, sizes = [0, 0], list(self.array.shape[:2])
+        starts = [0, 0]
+        sizes = list(self.array.shape[:2])
         T, S = self.array.shape[2:]
         for length, start, size in ((T, i * grid.bq, grid.bq), (S, j * grid.step, grid.bk)):
             starts.append(start if length > 1 else 0)
@@ -169,7 +170,10 @@ class BiasArray(NamedTuple):
 
 
 class BiasRule(NamedTuple):
-    """A `ops.bias.Bias`, evaluated block by block; its `query_arrays` are padded to whole query blocks."""
+    """A `ops.bias.Bias`, evaluated block by block.
+
+    Its `query_arrays` are padded to whole query blocks.
+    """
 
     grid: Grid
     bias: Bias
@@ -191,13 +195,16 @@ class BiasRule(NamedTuple):
         return replace(total, arrays=arrays, query_arrays=query_arrays)
 
     def _of_block(self, i, j):
-        """Block (i, j) as a function of the bias with the arrays of query block i, and this bias."""
-        grid, start = self.grid, i * self.grid.bq
+        """(a function of a bias: its block (i, j); the bias with the arrays of query block i)."""
+        grid = self.grid
+        start = i * grid.bq
 
         def block(bias):
             return bias.block(self.first + start, grid.bq, j * grid.step, grid.bk)
 
-        query_arrays = tuple(lax.dynamic_slice_in_dim(x, start, grid.bq, axis=1) for x in self.bias.query_arrays)
+        query_arrays = tuple(
+            lax.dynamic_slice_in_dim(x, start, grid.bq, axis=1) for x in self.bias.query_arrays
+        )
         return block, replace(self.bias, query_arrays=query_arrays)
 
 
@@ -217,7 +224,7 @@ def add_at(x, more, start, axis: int):
 
 
 def differentiable(grid: Grid, bias):
-    """The bias; a function as a `Bias` of the function's arrays, so that they have gradients."""
+    """The bias; a function becomes a `Bias` of its arrays, so that these get gradients."""
     if not callable(bias):
         return bias
     q, kv = jnp.zeros(grid.bq, jnp.int32), jnp.zeros(grid.bk, jnp.int32)
@@ -228,7 +235,7 @@ def differentiable(grid: Grid, bias):
 def bias_blocks(grid: Grid, bias, first, padded_length: int) -> BiasArray | BiasRule | None:
     """The bias by blocks.
 
-    `first` is the position of the first query; the keys are padded to a length.
+    `first` is the position of the first query. Keys are padded to `padded_length`.
     """
     if bias is None:
         return None
@@ -241,8 +248,8 @@ def bias_blocks(grid: Grid, bias, first, padded_length: int) -> BiasArray | Bias
     return BiasArray(grid, bias)
 
 
-def whole_bias(grid: Grid, first, bias):
-    """The bias as an array; a `Bias` as `[B|1, N|1, T, S]`, evaluated by blocks as in the loops."""
+def bias_array(grid: Grid, first, bias):
+    """The bias as an array; a `Bias` as `[B|1, N|1, T, S]`, evaluated by blocks."""
     if not isinstance(bias, Bias):
         return bias
     rule: Any = bias_blocks(grid, bias, first, grid.S)
@@ -252,7 +259,7 @@ def whole_bias(grid: Grid, first, bias):
 
 
 def bias_gradient(bias, total):
-    """The gradient of `bias` from the accumulated one of its blocks, without their padding."""
+    """The gradient of `bias` from the sum over its blocks `total`, without their padding."""
     return jax.tree.map(lambda d, x: d[tuple(map(slice, x.shape))].astype(x.dtype), total, bias)
 
 
@@ -264,8 +271,8 @@ Visits = dict[int, tuple[np.ndarray, np.ndarray]]
 def find_visits(mask: Mask, grid: Grid, shard_of: tuple[int, ...] | None = None) -> Visits:
     """The key blocks to visit, by kind: FULL or PARTIAL.
 
-    Where keys are split over P devices, `shard_of[j]` < P is the shard that holds key block j: then
-    the visits of query block i to shard p stand at i P + p.
+    If keys are split over P devices, `shard_of[j]` < P is the shard that holds key block j. Then
+    the visits of query block i to shard p have the index i P + p.
     """
     kinds = mask.blocks(grid.T, grid.S, (grid.bq, grid.step))
     lines, columns = cover(kinds != EMPTY, grid.width)
@@ -275,25 +282,25 @@ def find_visits(mask: Mask, grid: Grid, shard_of: tuple[int, ...] | None = None)
     full = np.all([kinds[lines, columns + step] == FULL for step in range(grid.width)], axis=0)
     shards = np.asarray(shard_of or (0,) * grid.nk)
     count = max(shards, default=0) + 1
-    found = {}
+    visits = {}
     for kind in (FULL, PARTIAL):
         is_kind = full == (kind == FULL)
         if is_kind.any():
-            at = lines[is_kind] * count + shards[columns[is_kind]]
-            order = np.argsort(at, kind="stable")
-            starts = np.searchsorted(at[order], np.arange(grid.nq * count + 1))
-            found[kind] = starts.astype(np.int32), columns[is_kind][order].astype(np.int32)
-    return found
+            index = lines[is_kind] * count + shards[columns[is_kind]]
+            order = np.argsort(index, kind="stable")
+            starts = np.searchsorted(index[order], np.arange(grid.nq * count + 1))
+            visits[kind] = starts.astype(np.int32), columns[is_kind][order].astype(np.int32)
+    return visits
 
 
 def visited_keys(grid: Grid, visits: Visits) -> int:
-    """The keys with as much padding as the visits need."""
+    """The number of keys, with the padding that the visits need."""
     ends = [grid.step * int(columns.max()) + grid.bk for _, columns in visits.values()]
     return max(grid.S, *ends, 0)
 
 
 def visit_all(visits: Visits, at, visit: Callable, state):
-    """`state` after visit(kind, j, state) of each key block j at `at`, FULL ones first."""
+    """`state` after visit(kind, j, state) of each key block j of index `at`, FULL ones first."""
     for kind, (starts, columns) in visits.items():
         one_each = (np.diff(starts) == 1).all()
         starts, columns = jnp.asarray(starts), jnp.asarray(columns)

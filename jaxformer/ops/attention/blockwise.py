@@ -35,7 +35,7 @@ def attention(
     call: Call,
     block: tuple[int, int, int] | None = None,
 ) -> Array:
-    """What `reference` computes.
+    """The output of `reference`, without an array of all scores.
 
     `block`: queries of a block, keys of a block, and the step between key blocks.
     """
@@ -46,18 +46,18 @@ def attention(
 
 
 def is_cheaper(query: Array, key: Array) -> bool:
-    """Whether it is faster than a kernel that keeps the weights.
+    """Whether this is faster than a kernel that keeps the weights: for long sequences it is.
 
-    It is for long sequences (bench/attention.py).
+    Measured by experiments/bench/attention.py.
     """
-    longest = 512 if query.dtype.itemsize >= 4 else 1024  # for which it is slower
+    longest = 512 if query.dtype.itemsize >= 4 else 1024  # the longest for which it is slower
     return query.shape[1] * key.shape[1] > longest**2
 
 
 # Arrays are transposed before the loops: inside, XLA:CPU would convert the operands of 16-bit
 # products to float32.
 class Tiles(NamedTuple):
-    """Pairs of a query block and a key block, and what their scores are computed from."""
+    """Pairs of a query block and a key block, and the arrays from which scores are computed."""
 
     grid: Grid
     call: Call
@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
     index_in_keys: Any = None  # [nk]: where key block j is in `keys`, if these are one shard
 
     def start(self, j):
-        """Where the keys of block j start in `keys`."""
+        """The index in `keys` of the first key of block j."""
         return (j if self.index_in_keys is None else self.index_in_keys[j]) * self.grid.step
 
     def block(self, x, j):
@@ -77,7 +77,7 @@ class Tiles(NamedTuple):
         return lax.dynamic_slice_in_dim(x, start, size, axis=2, allow_negative_indices=False)
 
     def positions(self, i, j):
-        """Of the queries of block i and the keys of block j."""
+        """The positions of the queries of block i and of the keys of block j."""
         grid = self.grid
         first = self.call.mask.first(grid.T, grid.S)
         q_positions = first + i * grid.bq + jnp.arange(grid.bq)
@@ -131,7 +131,7 @@ class Softmax(NamedTuple):
 
 
 def begin(q, sinks, Hv: int) -> Softmax:
-    """For queries q `[B, K, G, bq, H]`, before any key."""
+    """The running softmax of queries q `[B, K, G, bq, H]`, before any key."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     zeros = jnp.zeros_like(q[..., 0], wide)  # made from q, so that it is sharded as q is
     if sinks is None:
@@ -143,7 +143,7 @@ def begin(q, sinks, Hv: int) -> Softmax:
 
 
 def extend(tiles: Tiles, softmax: Softmax, q, i, at) -> Softmax:
-    """`softmax` of query block i, q `[B, K, G, bq, H]`, after the visits that stand at `at`."""
+    """`softmax` of query block i, q `[B, K, G, bq, H]`, after the visits of index `at`."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
 
     def visit(kind, j, softmax):
@@ -192,13 +192,13 @@ def _tiles(grid: Grid, key, value, call) -> Tiles:
 
 
 def _forward(grid, query, key, value, call):
-    # named for policies that keep them (`stacks.scan.remat`)
+    # named for policies that keep them (`stacks.remat`)
     out, lse = checkpoint_name(_attend(grid, query, key, value, call), "attention")
     return (out, lse), (query, key, value, call, out, lse)
 
 
 class QueryBlock(NamedTuple):
-    """A query block in the backward pass; of all blocks, each array has one more axis in front."""
+    """A query block in the backward pass; or all blocks, with one more axis in front."""
 
     q: Any  # [B, K, G, bq, H]
     g: Any  # the gradient of its output
@@ -233,9 +233,9 @@ def add_gradients(
     i,
     at,
 ) -> tuple[Gradients, Array]:
-    """`sums` with the visits of query block i that stand at `at`; and the gradient of its q.
+    """(`sums` with the visits of query block i of index `at`, the gradient of its q).
 
-    The gradient, `[B, K, G, bq, H]`, is that of these visits alone.
+    The gradient `[B, K, G, bq, H]` is that of these visits alone.
     """
     dtype = block.q.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -314,8 +314,8 @@ def _gradients(grid, residuals, d_out):
     sums = Gradients(by_width(tiles.keys), by_width(tiles.values), d_bias)
     d_out = d_out.astype(value.dtype)
     numbers = jnp.arange(grid.nq)
-    every = query_blocks(grid, key.shape[2], query, d_out, delta, lse)
-    (dk, dv, d_bias), dq = lax.scan(step, sums, (numbers, every))
+    all_blocks = query_blocks(grid, key.shape[2], query, d_out, delta, lse)
+    (dk, dv, d_bias), dq = lax.scan(step, sums, (numbers, all_blocks))
     dk = dk[..., : grid.S].transpose(0, 3, 1, 2).astype(key.dtype)
     dv = dv[..., : grid.S].transpose(0, 3, 1, 2).astype(value.dtype)
     d_bias = blocks.bias_gradient(call.bias, d_bias)
@@ -330,10 +330,10 @@ def _gradients_forward(grid, residuals, d_out):
 def _gradients_backward(grid, inputs, cotangents):
     (query, key, value, call, out, lse), d_out = inputs
     dq, dk, dv, d_call = cotangents
-    whole_bias = partial(blocks.whole_bias, grid, call.mask.first(grid.T, grid.S))
+    bias_array = partial(blocks.bias_array, grid, call.mask.first(grid.T, grid.S))
     cotangents = dq, dk, dv, d_call.bias, d_call.sinks
-    found = second_gradients(query, key, value, call, d_out, cotangents, whole_bias)
-    d_query, d_key, d_value, d_bias, d_sinks, d_out = found
+    gradients = second_gradients(query, key, value, call, d_out, cotangents, bias_array)
+    d_query, d_key, d_value, d_bias, d_sinks, d_out = gradients
     d_call = call.gradient(d_bias, d_sinks)
     residuals = d_query, d_key, d_value, d_call, jnp.zeros_like(out), jnp.zeros_like(lse)
     return residuals, d_out

@@ -23,9 +23,9 @@ from jaxformer.params import Tree
 from jaxformer.sharding import is_split, mesh_axes, platform
 
 QUERY_BLOCK = 128  # queries at a time: their scores are an array
-# If a layer's slots have at most this many bytes, a GPU reads all of them, which takes some 10 us.
-# To take one of several branches takes longer: the host waits for the number of the branch, and the
-# kernels on both sides are launched one by one.
+# If the slots of a layer have at most this many bytes, a GPU reads all of them, in about 10 us.
+# Choosing one of several branches takes longer: the host waits for the number of the branch, and
+# the kernels before and after it are launched one by one.
 WHOLE_READ_BYTES = 2**25
 # For at most this many queries of a key head, a GPU computes scores without the kernel of a
 # product.
@@ -47,7 +47,7 @@ def as_array(slots: "Array | Int8Slots", dtype) -> Array:
 def write(write_fn: Callable, state: Tree, new: Tree, *arguments) -> Tree:
     """The state of a layer after `write_fn(old slots, new slots, *arguments)` of keys and values.
 
-    It stays in the precision that it has.
+    The state keeps its precision.
     """
 
     def like_state(name, x):
@@ -80,7 +80,7 @@ def attention(
 ) -> Array:
     """Queries `[B, T, N, H]` at `positions` [B, T] attend to old slots of a cache and to new keys.
 
-    Of the old slots, the first widths[width] are read.
+    Only the first widths[width] of the old slots are read.
     """
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((old.keys, old.values)))
     if platform() == "gpu" and size <= WHOLE_READ_BYTES:
@@ -144,9 +144,9 @@ def _sums(spec: str, dtype, x: Array, slots: Array) -> Array:
 
 
 def widths(S: int) -> list[int]:
-    """How many slots of S decoding may read: at most 8 multiples of 128.
+    """The numbers of slots that decoding may read, out of S: at most 8 multiples of 128, and S.
 
-    It reads the least that holds all.
+    A step reads the smallest number that holds all tokens.
     """
     step = max(128, -(-S // 1024) * 128)
     return [*range(step, S, step), S]
@@ -164,7 +164,7 @@ def slot_positions(S: int, length: Array) -> Array:
 def first_slots(state: Array, new: Array, count: Array) -> Array:
     """A state `[B, K, S, H]` with the first `count` [B] of new tokens `[B, K, T, H]`.
 
-    Of more than S, it has the last.
+    If `count` is more than S, the state has the last S of them.
     """
     S, T = state.shape[2], new.shape[2]
     if T > S:
@@ -192,7 +192,7 @@ def write_token(state: Array, new: Array, positions: Array) -> Array:
 
 def _write_token(state: Array, new: Array, positions: Array) -> Array:
     K, S, H = state.shape[1:]
-    # XLA:GPU would make it anew for each batch row
+    # without the barrier XLA:GPU would compute it again for each batch row
     new = lax.optimization_barrier(new.astype(state.dtype))
     # to write a single slot, the TPU's compiler would give the whole state another layout
     pair = min(2, S)
@@ -210,7 +210,7 @@ def _write_token(state: Array, new: Array, positions: Array) -> Array:
 def write_slots(state: Array, new: Array, positions: Array, out: Array) -> Array:
     """A state `[B, K, S, H]` with new tokens `[B, K, T, H]`.
 
-    Their positions are `[B, T]`, -1 for padding. `out` is what was computed from the state before.
+    Their positions are `[B, T]`, -1 for padding. `out` was computed from the old state.
     """
     B, S = len(state), state.shape[2]
     # that the write depends on `out` tells XLA that it need not copy the state

@@ -1,4 +1,4 @@
-"""The options of a call of exact attention, how a mesh splits it, and what refusals say."""
+"""The options of a call of exact attention, its split over a mesh, and the errors of refusals."""
 
 import math
 from dataclasses import replace
@@ -32,15 +32,15 @@ class Call:
     scale: float = struct.field(pytree_node=False, default=1.0)
     softcap: float | None = struct.field(pytree_node=False, default=None)
     dropout_rate: float = struct.field(pytree_node=False, default=0.0)
-    # the place in its batch of the first batch row, of a call for some rows of a batch: dropout
-    # hashes it
+    # The index in the whole batch of the first batch row, for a call on a part of a batch. Dropout
+    # hashes it.
     first_row: int = struct.field(pytree_node=False, default=0)
 
     def extras(self) -> tuple[str, ...]:
-        """The names of what the call has besides mask and scale, such as "bias".
+        """The names of the options that are present besides mask and scale, such as "bias".
 
-        A kernel that has none of them refuses a call with any, also with one that a later version
-        adds.
+        A kernel that supports none of them refuses a call that has any. So it also refuses an
+        option that a later version adds.
         """
         present = {
             "bias": self.bias,
@@ -52,12 +52,12 @@ class Call:
         return tuple(name for name, value in present.items() if value is not None)
 
     def gradient(self, bias, sinks) -> "Call":
-        """The cotangent that `jax.custom_vjp` wants."""
+        """The cotangent of a call for `jax.custom_vjp`: gradients of bias and sinks alone."""
         return replace(self, mask=None, bias=bias, sinks=sinks, dropout_seed=None)
 
 
 def dropout_seed(rate: float, key: Array | None) -> Array | None:
-    """The seed of a call's dropout, 64 random bits, or None where nothing is dropped."""
+    """The seed of a call's dropout, 64 random bits; None if nothing is dropped."""
     return None if key is None or rate == 0 else jax.random.bits(key, (2,), jnp.uint32)
 
 
@@ -79,7 +79,7 @@ def check_shapes(name: str, query: Array, key: Array, value: Array) -> None:
 
 
 def refuse(kernel: str, lacks: str | None, other: str = "blockwise") -> None:
-    """Raises NotImplementedError where `lacks` says what of a call the kernel cannot compute."""
+    """Raises NotImplementedError if the kernel `lacks` a feature that the call needs."""
     if lacks is not None:
         raise NotImplementedError(f"{kernel}: no {lacks}; implementation={other!r} has it")
 
@@ -119,7 +119,7 @@ class Share(NamedTuple):
 def share(B: int, T: int, heads: int) -> Share:
     """How the mesh of `jax.set_mesh` splits a call.
 
-    A size that does not divide is not split: every device has all.
+    An axis whose size the mesh axes do not divide is not split: every device has all of it.
     """
     manual = frozenset(auto_axis_names())
     if jax.sharding.get_abstract_mesh().size == 1 or not manual:

@@ -1,6 +1,6 @@
 """Attention on NVIDIA GPUs by cuDNN, through `jax.nn.dot_product_attention`.
 
-It refuses masks that it lacks.
+It refuses masks that cuDNN does not support.
 """
 
 import importlib.util
@@ -52,9 +52,9 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
 
 
 def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
-    """What of a call cuDNN cannot compute, in a few words, on one device.
+    """The part of a call that cuDNN cannot compute on one device, in a few words; None: it can.
 
-    Looks at shapes and types only.
+    It looks at shapes and types only.
     """
     T, H = query.shape[1], query.shape[3]
     if call.dropout_seed is not None:
@@ -83,14 +83,14 @@ def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
 
 
 def refuses_on_mesh(query: Array, key: Array) -> str | None:
-    """What of a call cuDNN cannot compute on the mesh of `jax.set_mesh`."""
+    """The part of a call that cuDNN cannot compute on the mesh of `jax.set_mesh`; None: it can."""
     B, T = query.shape[:2]
     devices = device_count(share(B, T, key.shape[2]).length)
     return None if devices == 1 else f"queries split over mesh.context={devices}"
 
 
 def not_installed() -> str | None:
-    """What is missing here, of a program for a GPU that is not of this process."""
+    """What this machine lacks to compile for a GPU that is not in this process; None: nothing."""
     if platform() == jax.default_backend():
         return None
     if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn"):
@@ -106,7 +106,7 @@ CUDNN = Kernel("cudnn", attention, _refuses_here, platforms=("gpu",))
 
 
 def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
-    """The keywords of `jax.nn.dot_product_attention` for a mask, or what of it they cannot give."""
+    """The keywords of `jax.nn.dot_product_attention` for a mask, or the part that they lack."""
     if not isinstance(mask.offset, int | None):
         return "mask at an offset that is an array"
     if T == 0 or S == 0:
@@ -134,7 +134,7 @@ def plan(mask: Mask, T: int, S: int) -> dict[str, Any] | str:
     limits = [conjunct.arrays for conjunct in conjuncts if conjunct.rule is rules.lengths]
     if not limits:
         return planned
-    # [B] or [1]: of queries that see a key, and of keys, at least 1
+    # [B] or [1]: the number of queries that see a key, and of keys
     q_length, kv_length = jnp.full(1, T), jnp.full(1, S)
     for q, kv in limits:
         q_length = q_length if q is None else jnp.minimum(q_length, q - offset)
@@ -188,11 +188,12 @@ _calls = itertools.count(1)
 
 
 def distinct_scale(scale: Any) -> Any:
-    """A scale that differs from that of every other call in its last bits of 64, and is the same in 32 bits.
+    """A scale that differs between calls in its last bits of 64, and is the same in 32 bits.
 
-    With deterministic operations XLA (jaxlib 0.11.2) loses the second of two equal backward passes in a program, as layers
-    without a scan have them: "IndexError: absl::container_internal::raw_hash_map<>::at" at the first step. The kernel reads
-    the scale in 32 bits.
+    Layers without a scan have equal backward passes in a program. With deterministic operations XLA
+    (jaxlib 0.11.2) loses the second of them, and the first step fails: "IndexError:
+    absl::container_internal::raw_hash_map<>::at". Different scales make the passes differ. The
+    kernel reads the scale in 32 bits.
     """
     if not isinstance(scale, float):
         return scale
@@ -202,7 +203,7 @@ def distinct_scale(scale: Any) -> Any:
 
 
 def _widest() -> int:
-    """The largest head width on the mesh's GPUs, or on this process's.
+    """The largest head width on the GPUs of the mesh, or of this process.
 
     It is 256 from Hopper (compute capability 9) on, else 128.
     """

@@ -1,7 +1,7 @@
 """The joint `Kernel`: an implementation of exact attention, one of ours or a user's own.
 
-`attention(..., implementation=...)` and `ModelConfig.attention_implementation` take what
-`Implementation` says. Our own kernels are values of this class too (`KERNELS`).
+`attention(..., implementation=...)` and `ModelConfig.attention_implementation` take an
+`Implementation`. Our own kernels are values of this class too (`KERNELS`).
 `tools.kernel_check.check_kernel` compares a kernel with the reference.
 """
 
@@ -21,12 +21,12 @@ ALIASES = {"cuda": "gpu"}  # a GPU of NVIDIA has both names
 class Kernel:
     """An implementation of exact attention.
 
-    It computes what `reference` computes, or says what it cannot.
+    It computes the same as `reference`, or says what it lacks.
 
     `attention(query [B, T, N, H], key [B, S, K, H], value [B, S, K, Hv], call) -> [B, T, N, Hv]`,
-    in the type of `value`; `call` is a `Call`. `refuses` takes the same arguments and returns, in a
-    few words, what of the call it cannot compute ("bias", "mask window(3)"), or None. It looks at
-    shapes, types and the mask's rule alone: arrays are traced.
+    in the type of `value`; `call` is a `Call`. `refuses` takes the same arguments. It names the
+    part of the call that the kernel cannot compute ("bias", "mask window(3)"), or returns None. It
+    looks at shapes, types and the rule of the mask alone, because arrays are traced.
     """
 
     name: str  # in messages and in the log
@@ -50,21 +50,21 @@ class Kernel:
     def __call__(self, query: Array, key: Array, value: Array, call: Call) -> Array:
         """The output `[B, T, N, Hv]`.
 
-        Raises ConfigError where the kernel gives another shape or type.
+        Raises ConfigError if the kernel gives another shape or type.
         """
         out = self.attention(query, key, value, call)
         expected = (*query.shape[:3], value.shape[3])
         if getattr(out, "shape", None) != expected or out.dtype != value.dtype:
             is_array = isinstance(out, Array)
-            found = f"{out.dtype}{list(out.shape)}" if is_array else type(out).__name__
+            output = f"{out.dtype}{list(out.shape)}" if is_array else type(out).__name__
             wanted = f"{value.dtype}{list(expected)}"
-            raise ConfigError(f"Kernel {self.name!r}: its output is {found}; expected {wanted}")
+            raise ConfigError(f"Kernel {self.name!r}: its output is {output}; expected {wanted}")
         return out
 
     def lacks(self, query: Array, key: Array, value: Array, call: Call) -> str | None:
-        """What of the call the kernel cannot compute.
+        """The part of the call that the kernel cannot compute, in a few words; None: it can.
 
-        Raises ConfigError where `refuses` says it in another form.
+        Raises ConfigError if `refuses` returns neither a text nor None.
         """
         reason = self.refuses(query, key, value, call)
         if reason is not None and not (isinstance(reason, str) and reason):
@@ -78,13 +78,13 @@ class Kernel:
         return not names or ALIASES.get(platform, platform) in names
 
 
-# a name of ours, a kernel of one's own, or several in order of preference; None: the fastest of
-# ours on the platform
+# The name of a kernel of ours, a `Kernel`, or several in order of preference. None: the fastest of
+# ours on the platform.
 Implementation: TypeAlias = str | Kernel | tuple[str | Kernel, ...] | None
 
 
 def as_tuple(implementation: Implementation) -> tuple[str | Kernel, ...]:
-    """The names and kernels of an implementation; () of None."""
+    """The names and kernels of an implementation; () for None."""
     if implementation is None:
         return ()
     return implementation if isinstance(implementation, tuple) else (implementation,)

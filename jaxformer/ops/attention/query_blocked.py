@@ -24,18 +24,20 @@ from jaxformer.sharding import is_one_cpu
 
 # The cost model, as measured on XLA:CPU
 KEYS = 64  # key ranges are rounded to multiples of this
-LARGEST_SHARE = 0.8  # of all pairs: with more of them, one product of all is as fast
+LARGEST_SHARE = 0.8  # of all pairs; if blocks have more of them, one product of all is as fast
 # XLA:CPU starts another thread where more than eight operations wait; a part has several
 BATCH_PARTS = 4
-# of a part of the batch, at least: smaller ones are no faster, and each has operations to compile
+# The least size of a part of the batch. Smaller parts are no faster, and each adds operations to
+# compile.
 LEAST_BATCH = 2
 LEAST_PAIRS = 2**18
 
 
 def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
-    """What `reference` computes, without biases and positions by row, which `refuses` names.
+    """The output of `reference`, computed one block of queries after another.
 
-    Raises NotImplementedError for these, and ValueError for a mask of another batch size.
+    Raises NotImplementedError for a bias and for positions by row (`refuses`), and ValueError for a
+    mask of another batch size.
     """
     refuse("query_blocked", refuses(query, key, value, call), "reference")
     key, value = all_gather_length(key, value)
@@ -96,7 +98,7 @@ def _concatenated(arrays: list[Array], axis: int) -> Array:
 
 
 def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
-    """What of a call it cannot compute."""
+    """The part of a call that this kernel cannot compute; None: it can compute all."""
     if call.bias is not None:
         return "bias"
     return None if call.positions is None else "positions by row"
@@ -106,7 +108,7 @@ QUERY_BLOCKED = Kernel("query_blocked", attention, refuses)
 
 
 def is_cheaper(query: Array, key: Array, call: Call) -> bool:
-    """Whether it is faster than one call of `reference`: it leaves pairs out, or cuts the batch."""
+    """Whether this is faster than `reference`: it leaves pairs out, or cuts the batch."""
     return len(batch_part_sizes(query, key)) > 1 or leaves_out(query, key, call)
 
 
@@ -121,7 +123,7 @@ def leaves_out(query: Array, key: Array, call: Call) -> bool:
 
 
 def query_blocks(query: Array, key: Array, call: Call) -> list[tuple[int, int, int, int]]:
-    """(first query, end, first key, end) of each block; one block where few pairs are left out."""
+    """(first query, end, first key, end) of each block; one block if few pairs are left out."""
     T, S = query.shape[1], key.shape[1]
     if not leaves_out(query, key, call):
         return [(0, T, 0, S)]
@@ -130,28 +132,28 @@ def query_blocks(query: Array, key: Array, call: Call) -> list[tuple[int, int, i
 
 @cached_by_mask
 def key_ranges(mask: Mask, T: int, S: int, block: int) -> list[tuple[int, int, int, int]]:
-    """(first query, end, first key, end) of each block; the keys are 0 to 0 where none is seen."""
-    found = []
+    """(first query, end, first key, end) of each block; keys 0 to 0 for a block that sees none."""
+    ranges = []
     for i, visible in enumerate(mask.blocks(T, S, (block, KEYS)) != EMPTY):
         low, high = 0, 0
         visible_blocks = np.flatnonzero(visible)
         if len(visible_blocks):
             low = KEYS * int(visible_blocks[0])
             high = min(S, KEYS * (int(visible_blocks[-1]) + 1))
-        found.append((i * block, min(T, (i + 1) * block), low, high))
-    return found or [(0, 0, 0, 0)]
+        ranges.append((i * block, min(T, (i + 1) * block), low, high))
+    return ranges or [(0, 0, 0, 0)]
 
 
 def block_size(query: Array) -> int:
-    """Queries of a block: a quarter of them, but 64 to 128 in 32 bits and 128 to 256 in 16 bits."""
+    """Queries of a block: T / 4, but 64 to 128 in 32 bits and 128 to 256 in 16 bits."""
     least = 256 // query.dtype.itemsize
     return min(2 * least, max(least, query.shape[1] // 4))
 
 
 def batch_part_sizes(query: Array, key: Array) -> list[int]:
-    """The batch size of each part.
+    """The batch size of each part of the batch.
 
-    There are several only on one CPU: a mesh splits the batch itself.
+    There are several parts only on one CPU. A mesh splits the batch itself.
     """
     B, T, N, _ = query.shape
     count = 1

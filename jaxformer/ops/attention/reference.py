@@ -30,7 +30,7 @@ def softmax(scores: Scores, sinks: Sinks | None = None) -> Scores:
 
 
 def softmax_and_log_sum_exp(scores, sinks=None) -> tuple[Array, Array]:
-    """The weights, and the logarithm of their divisor, `[..., 1]`; of scores of -inf, -inf."""
+    """(weights, logarithm of their divisor `[..., 1]`); -inf where all scores are -inf."""
     # `initial` is the answer for no keys at all
     top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     if sinks is not None:
@@ -126,7 +126,7 @@ def all_gather_length(*arrays: Array) -> list[Array]:
 
 
 def softmax_of(value: Array) -> Callable:
-    """The softmax whose weights have 16 bits where the values have, as no caller sees them."""
+    """`softmax`; for 16-bit values its weights are rounded to 16 bits, as no caller sees them."""
     return softmax if value.dtype.itemsize >= 4 else partial(rounded_softmax, value.dtype)
 
 
@@ -137,17 +137,17 @@ def second_gradients(
     call: Call,
     d_out: Array,
     cotangents: tuple,
-    whole_bias: Callable,
+    bias_array: Callable,
 ) -> tuple:
     """The second derivatives of attention, for a kernel that has none of its own.
 
-    A kernel's first derivatives are functions of query, key, value, bias, sinks and d_out. Here are
-    the gradients of these six, through the first five's gradients, whose `cotangents` are given.
-    `whole_bias(bias)` is the bias as `reference` takes it.
+    The first derivatives of query, key, value, bias and sinks are functions of these five and of
+    d_out. The result is the gradients of these six, from the `cotangents` of the five derivatives.
+    `bias_array(bias)` is the bias in a form that `reference` takes.
     """
 
     def output(query, key, value, bias, sinks):
-        return reference(query, key, value, replace(call, bias=whole_bias(bias), sinks=sinks))[0]
+        return reference(query, key, value, replace(call, bias=bias_array(bias), sinks=sinks))[0]
 
     def gradients(query, key, value, bias, sinks, d_out):
         _, pullback = jax.vjp(output, query, key, value, bias, sinks)
@@ -161,7 +161,7 @@ def second_gradients(
 def rounded_softmax(dtype, scores, sinks):
     """`softmax` rounded to 16 bits.
 
-    Its gradient keeps the weights alone: half of the bytes that autodiff would keep.
+    The backward pass keeps only these weights: half of the bytes that autodiff would keep.
     """
     return softmax(scores, sinks).astype(dtype)
 

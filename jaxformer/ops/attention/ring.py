@@ -29,7 +29,7 @@ SPLIT = P(None, CONTEXT)  # an array [B, T, ...] split over the devices
 
 
 def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
-    """What `reference` computes on the mesh of `jax.set_mesh`, with T and S split over `context`.
+    """The output of `reference` on the mesh of `jax.set_mesh`, with T and S split over `context`.
 
     The compiler splits the other axes. With P devices a forward pass permutes keys and values P - 1
     times, less where the mask leaves rounds empty; zigzag adds 6 permutes. Arrays of masks and
@@ -59,9 +59,9 @@ def _divisor(n: int, largest: int) -> int:
 
 
 def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
-    """What of a call the ring cannot compute on the mesh of `jax.set_mesh`.
+    """The part of a call that the ring cannot compute on the mesh of `jax.set_mesh`; None: it can.
 
-    One device computes all.
+    With one device along `context` it can compute all.
     """
     T, S = query.shape[1], key.shape[1]
     count = context_devices()
@@ -90,12 +90,15 @@ BLOCKWISE = Kernel("blockwise", blockwise_or_ring, never_refuses)
 # The plan, made at trace time
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Which device attends to what, and when. A shard is the keys that one device begins with."""
+    """Which device visits which keys in which round.
+
+    A shard is the keys that one device has at the start.
+    """
 
     grid: Grid  # of all devices together
     zigzag: bool
     query_blocks: np.ndarray  # [devices, blocks]: the numbers of the query blocks of each device
-    index_in_shard: np.ndarray  # [key blocks]: where each is in its shard
+    index_in_shard: np.ndarray  # [key blocks]: the index of each in its shard
     visits: Visits
     busy: np.ndarray  # [devices, rounds]: whether a device visits any block
     first_round: int  # device d meets shard d - t in round t
@@ -130,8 +133,10 @@ def make_plan(mask: Mask, grid: Grid, devices: int, chunks: int) -> Plan:
 
 def _visits_by_round(work, split) -> np.ndarray:
     """[devices, rounds]: in round t device d visits the keys that device d - t began with."""
-    mine, d = work[split].sum(1), np.arange(len(split))
-    return np.stack([mine[d[:, None], split[d - t]].sum(1) for t in d], 1)
+    devices = np.arange(len(split))
+    device_work = work[split].sum(1)  # [devices, chunks of keys]
+    rounds = [device_work[devices[:, None], split[devices - t]].sum(1) for t in devices]
+    return np.stack(rounds, 1)
 
 
 def _zigzag(devices: int) -> np.ndarray:
@@ -174,7 +179,7 @@ def _exchange(devices: int, x, back: bool = False):
 
 # The ring, seen from one device
 class Ring(NamedTuple):
-    """What is on a device in one round: keys, values, their gradients, which travel; what stays."""
+    """The arrays of a device in one round. `kv` and `d_kv` travel; `stays` does not."""
 
     kv: Any  # [B, K, S, H + Hv]
     d_kv: Any  # [B, K, H + Hv, S]; None in the forward pass
@@ -205,8 +210,9 @@ def go_around(plan: Plan, attend_to: Callable, ring: Ring) -> Ring:
 
 def _if_busy(plan: Plan, attend_to: Callable, ring: Ring, t) -> Ring:
     """attend_to(ring, shard), skipped if the mask hides all of the shard from this device."""
-    me, count = lax.axis_index(CONTEXT), plan.busy.shape[1]
-    shard = (me - t) % count
+    device = lax.axis_index(CONTEXT)
+    count = plan.busy.shape[1]
+    shard = (device - t) % count
     if plan.busy.all():
         return attend_to(ring, shard)
 
@@ -216,12 +222,12 @@ def _if_busy(plan: Plan, attend_to: Callable, ring: Ring, t) -> Ring:
     def skip(d_kv, stays):
         return d_kv, stays
 
-    is_busy = jnp.asarray(plan.busy)[me, t % count]
+    is_busy = jnp.asarray(plan.busy)[device, t % count]
     return Ring(ring.kv, *lax.cond(is_busy, visit, skip, ring.d_kv, ring.stays))
 
 
 def _tiles(plan: Plan, call: Call) -> Tiles:
-    """The pairs of this device's queries with keys and values that come later."""
+    """The tiles of this device's queries; keys and values are filled in round by round."""
     # as different on each device: then its gradient is summed over devices once, at the end
     bias = jax.tree.map(lambda x: lax.pcast(x, CONTEXT, to="varying"), call.bias)
     first = call.mask.first(plan.grid.T, plan.grid.S)
@@ -230,7 +236,7 @@ def _tiles(plan: Plan, call: Call) -> Tiles:
 
 
 def _numbers_and_visits(plan: Plan, shard):
-    """The numbers of this device's query blocks, and where their visits to the shard stand."""
+    """The numbers of this device's query blocks, and the indices of their visits to the shard."""
     numbers = jnp.asarray(plan.query_blocks)[lax.axis_index(CONTEXT)]
     return numbers, numbers * plan.busy.shape[1] + shard
 
@@ -249,7 +255,8 @@ def _forward(plan: Plan, query, kv, call: Call):
 
 
 def _forward_here(plan: Plan, query, kv, call: Call):
-    H, (K, width) = query.shape[3], kv.shape[2:]
+    H = query.shape[3]
+    K, width = kv.shape[2:]
     q = head_blocks(plan.grid.bq, K, query)
     softmax = jax.vmap(lambda q: blockwise.begin(q, call.sinks, width - H))(q)
     extend = partial(_extend, plan, _tiles(plan, call), q)
@@ -290,7 +297,9 @@ def _gradients(plan: Plan, residuals, d_out):
 
 
 def _backward_here(plan: Plan, query, kv, call: Call, lse, d_out, delta):
-    wide, tiles, kv = delta.dtype, _tiles(plan, call), kv.swapaxes(1, 2)
+    wide = delta.dtype
+    tiles = _tiles(plan, call)
+    kv = kv.swapaxes(1, 2)
     d_out = d_out.astype(kv.dtype)
     query_blocks = blockwise.query_blocks(plan.grid, kv.shape[1], query, d_out, delta, lse)
     d_bias = None if tiles.bias is None else tiles.bias.zeros(wide)

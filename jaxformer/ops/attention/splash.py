@@ -21,7 +21,7 @@ from jaxformer.ops.attention.kernel import Kernel
 # -2.4e38, or by 0.
 NO_SINK = -1e38
 HIDDEN = np.iinfo(np.int32).min  # the segment of keys that nobody sees
-# one query and one key, to look at what shape a mask has
+# one query and one key, to find the shape of a mask
 PAIR = (np.zeros(1, np.int32), np.zeros(1, np.int32))
 
 
@@ -36,7 +36,8 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     refuse("splash", refuses(query, key, value, call))
     refuse("splash", refuses_on_mesh(query, key, value))
     (B, T, N, H), S = query.shape, key.shape[1]
-    width, split = max(H, value.shape[-1]), share(B, T, key.shape[2])
+    width = max(H, value.shape[-1])
+    split = share(B, T, key.shape[2])
     query_block = _query_block(T, width, device_count(split.length))
     assert query_block is not None  # `refuses_on_mesh` would have named it
     block = query_block, block_size(S, width)
@@ -63,9 +64,9 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
 
 
 def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
-    """What of a call splash cannot compute, in a few words, on one device.
+    """The part of a call that splash cannot compute on one device, in a few words; None: it can.
 
-    Looks at shapes and types only.
+    It looks at shapes and types only.
     """
     if call.bias is not None:
         return "bias"
@@ -90,7 +91,7 @@ def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
 
 
 def refuses_on_mesh(query: Array, key: Array, value: Array) -> str | None:
-    """What of a call splash cannot compute on the mesh of `jax.set_mesh`."""
+    """The part of a call that splash cannot compute on the mesh of `jax.set_mesh`; None: it can."""
     B, T, _, H = query.shape
     devices = device_count(share(B, T, key.shape[2]).length)
     if _query_block(T, max(H, value.shape[-1]), devices) is not None:
@@ -118,9 +119,9 @@ def block_size(length: int, head_width: int) -> int:
 
 
 def _query_block(T: int, head_width: int, devices: int) -> int | None:
-    """The queries of a block where they are split among devices, which do not pad.
+    """The number of queries of a block; None: no size fits.
 
-    None: no size fits.
+    Queries that are split among devices are not padded, so a block must divide them.
     """
     if devices == 1:
         return block_size(T, head_width)
@@ -196,12 +197,15 @@ def _kernel(tables, block: tuple[int, int], softcap, split: Share) -> tuple[Any,
     q, kv = block
     sizes = kernels.BlockSizes(
         block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv
-    )  # fmt: skip
+    )
     kernel = kernels.make_splash_mha(
-        MultiHeadMask(tables), block_sizes=sizes, attn_logits_soft_cap=softcap,
-        residual_checkpoint_name="attention", head_shards=device_count(split.heads),
+        MultiHeadMask(tables),
+        block_sizes=sizes,
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name="attention",
+        head_shards=device_count(split.heads),
         q_seq_shards=device_count(split.length),
-    )  # fmt: skip
+    )
     if not split.manual:
         return kernel, None
     # without axis types: a pipeline has manual axes
@@ -259,7 +263,8 @@ def _table(mask: Mask, head: int, T: int, S: int, block: tuple[int, int], blocks
 
 def band(*conjuncts: Mask) -> tuple[int | None, int | None] | None:
     """(l, r) if these masks together show the keys i - l to i + r (None: no end); else None."""
-    lefts, rights = [], []
+    lefts = []
+    rights = []
     for mask in conjuncts:
         if mask.rule is rules.causal:
             rights.append(0)

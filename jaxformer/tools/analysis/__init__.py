@@ -1,1 +1,1 @@
-"""What a run's record looks like."""
+"""Measures and pictures of models and runs, and the HTML pages that show them."""

@@ -1,14 +1,15 @@
-"""Pictures. Each function returns a matplotlib figure; `png` draws it for light or dark pages, `save` into a file.
+"""Pictures: functions that return a matplotlib figure.
 
-matplotlib is imported when a picture is drawn: that takes half a second.
+`png` draws a figure for light or dark pages, `save` writes it into a file. matplotlib is imported
+only when a picture is drawn, because the import takes half a second.
 """
 
 import io
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -17,84 +18,122 @@ from jaxformer import config
 from jaxformer.errors import check_whole
 from jaxformer.masks import Mask
 from jaxformer.tools.analysis.costs import Part
-from jaxformer.tools.analysis.diagram import plain, short
+from jaxformer.tools.analysis.labels import plain, short
 from jaxformer.tools.analysis.scaling import HOFFMANN, Law, Numbers
 
 COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
 NOT_CURVES = {"step", "loss", "skipped", "loss_scale", "examples"}
-DARK = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9")
+DARK = dict.fromkeys(
+    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#c9d1d9"
+)
 
 
 def png(draw: Callable[[], Any], dark: bool = False) -> bytes:
-    """The picture of a function that returns a figure, on a transparent ground if `dark`, else on white."""
+    """The bytes of a PNG file of the figure that `draw` returns.
+
+    The background is transparent if `dark`, else white.
+    """
     from matplotlib import rc_context
 
-    settings: dict[str, Any] = {"agg.path.chunksize": 10_000}  # a curve of a long run would be too much at once
+    # the curve of a long run is too long to be drawn in one piece
+    settings: dict[str, Any] = {"agg.path.chunksize": 10_000}
     settings |= DARK | {"figure.facecolor": "none", "axes.facecolor": "none"} if dark else {}
     with rc_context(settings), warnings.catch_warnings(), io.BytesIO() as file:
-        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # one for each letter: they are drawn as boxes
+        # missing letters are drawn as boxes; there would be one warning for each
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         draw().savefig(file, format="png", dpi=120)
         return file.getvalue()
 
 
-def save(draw: Callable[[], Any], path: epath.PathLike, root: epath.PathLike | None = None) -> epath.Path:
-    """Writes a picture into a file; its folder is made. A link of that name is replaced, none below `root` is followed."""
+def save(
+    draw: Callable[[], Any], path: epath.PathLike, root: epath.PathLike | None = None
+) -> epath.Path:
+    """Writes the figure that `draw` returns into a PNG file, and makes its folder.
+
+    A link of that name is replaced. No link below `root` is followed.
+    """
     path = epath.Path(path)
     config.write_atomically(path, png(draw), root)
     return path
 
 
 def loss_report(result: Any, records: Sequence[dict]) -> str:
-    """Draws the curves of a finished run into its folder; returns a line to print. `records` are those of metrics.jsonl."""
+    """Draws the loss curves of a finished run into its folder; returns a line to print.
+
+    `records` are the lines of metrics.jsonl.
+    """
 
     def draw():
-        return losses({f"{result.name}: {result.parameters:,} parameters": records}, result.baseline)
+        return losses(
+            {f"{result.name}: {result.parameters:,} parameters": records}, result.baseline
+        )
 
     folder = epath.Path(result.folder)
     return f"loss curve: {save(draw, folder / 'figures' / 'loss.png', folder)}"
 
 
 def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) -> Any:
-    """Training and validation loss against step, of one run or several; `baseline` (nats a token) is a line to beat."""
+    """Training and validation loss against step, of one run or several.
+
+    `baseline` is a loss in nats a token, drawn as a horizontal line.
+    """
     axes = _axes(xlabel="step", ylabel="loss" if baseline is None else "loss (nats per token)")
-    alone, legend = len(runs) == 1, []  # with its labels: matplotlib would leave out a name that begins with _
+    # the legend gets its labels explicitly: matplotlib leaves out a label that begins with _
+    alone = len(runs) == 1
+    legend = []
     for color, (name, records) in zip(_colors(len(runs)), runs.items(), strict=True):
-        train, validation = points(records, "loss"), points(records, "validation_loss")
+        train = points(records, "loss")
+        validation = points(records, "validation_loss")
         if train:
             steps, values = zip(*train, strict=True)
-            (line,) = axes.plot(steps, values, marker(values), color=color, alpha=0.5, linewidth=0.8, markersize=4)
-            legend += [(line, "training, each logged step")] if alone else []
+            (line,) = axes.plot(
+                steps, values, marker(values), color=color, alpha=0.5, linewidth=0.8, markersize=4
+            )
+            if alone:
+                legend.append((line, "training, each logged step"))
             (line,) = axes.plot(steps, smooth(values), color=color, linewidth=1.6)
             legend.append((line, "training, smoothed" if alone else name))
             draw_lost(axes, steps, values, color)
         if validation:
             steps, values = zip(*validation, strict=True)
-            other = COLORS[1] if alone else color
-            (line,) = axes.plot(steps, values, "o-", color=other, markersize=4, linewidth=1.2)
-            draw_lost(axes, steps, values, other)
-            legend += [(line, "validation" if alone else name)] if alone or not train else []
-            place = dict(textcoords="offset points", xytext=(-4, 8), ha="right", color=other)
+            point_color = COLORS[1] if alone else color
+            (line,) = axes.plot(steps, values, "o-", color=point_color, markersize=4, linewidth=1.2)
+            draw_lost(axes, steps, values, point_color)
+            if alone or not train:
+                legend.append((line, "validation" if alone else name))
+            place = dict(textcoords="offset points", xytext=(-4, 8), ha="right", color=point_color)
             axes.annotate(f"{values[-1]:.3f}", validation[-1], **place)
     if baseline is not None:
         line = axes.axhline(baseline, color="#888888", linestyle=":", linewidth=1)
         legend.append((line, f"unigram entropy {baseline:.3f}"))
-    axes.set_title(plain("\n".join(runs)) if alone else "training (lines) and validation (points)", fontsize=10)
+    axes.set_title(
+        plain("\n".join(runs)) if alone else "training (lines) and validation (points)", fontsize=10
+    )
     axes.legend([line for line, _ in legend], [plain(label) for _, label in legend], frameon=False)
     return axes.figure
 
 
 def marker(values: Sequence[float]) -> str:
-    """How a curve is drawn: with points where a line alone would leave one out, which has no finite neighbour."""
+    """The style of a curve: a line, with points if the line alone would omit a value.
+
+    A line omits a value that has no finite neighbour.
+    """
     finite = np.isfinite(values)
-    before, after = np.roll(finite, 1), np.roll(finite, -1)
-    before[:1], after[-1:] = False, False
-    return "o-" if (finite & ~before & ~after).any() else "-"
+    previous, following = np.roll(finite, 1), np.roll(finite, -1)
+    previous[:1] = False
+    following[-1:] = False
+    return "o-" if (finite & ~previous & ~following).any() else "-"
 
 
 def smooth(values: Sequence[float]) -> np.ndarray:
-    """The mean of the finite values around each, a twentieth of all to each side; fewer at the ends, so there is no lag."""
-    numbers, finite = np.asarray(values, np.float64), np.isfinite(values)
-    reach, n = len(numbers) // 20, len(numbers)
+    """The mean of the finite values around each value, a twentieth of all values to each side.
+
+    At the ends there are fewer values. The window is centred, so the curve does not lag.
+    """
+    numbers = np.asarray(values, np.float64)
+    finite = np.isfinite(values)
+    reach = len(numbers) // 20
+    n = len(numbers)
     first, last = np.maximum(np.arange(n) - reach, 0), np.minimum(np.arange(n) + reach + 1, n)
     base = numbers[finite].mean() if finite.any() else 0.0  # sums of differences lose fewer digits
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, numbers - base, 0.0))])
@@ -105,7 +144,10 @@ def smooth(values: Sequence[float]) -> np.ndarray:
 
 
 def draw_lost(axes: Any, steps: Sequence[int], values: Sequence[float], color: Any) -> None:
-    """A cross at the upper edge for each value that is not finite: a gap in the line alone is easily missed."""
+    """Draws a cross at the upper edge for each value that is not finite.
+
+    A gap in the line alone is easily missed.
+    """
     lost = [step for step, value in zip(steps, values, strict=True) if not np.isfinite(value)]
     if lost:
         place = dict(transform=axes.get_xaxis_transform(), color=color, markersize=4)
@@ -113,14 +155,25 @@ def draw_lost(axes: Any, steps: Sequence[int], values: Sequence[float], color: A
 
 
 def points(records: Sequence[dict], name: str) -> list[tuple[int, float]]:
-    """(step, number) of each record that has one; NaN for what was no number, which JSON cannot say."""
+    """(step, number) of each record that has this name.
+
+    JSON has no NaN and no infinity; the record holds null instead, which is NaN here.
+    """
     numbers = [(record["step"], record[name]) for record in records if name in record]
     numbers = [(step, float("nan") if number is None else number) for step, number in numbers]
     return [(step, number) for step, number in numbers if isinstance(number, int | float)]
 
 
-def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str] | None = None, first_layer: int = 0) -> Any:
-    """Maps `[L, N, T, S]`, a row of panels a layer, with the tokens on the axes where there are at most 40."""
+def attention(
+    weights: np.ndarray,
+    tokens: Sequence[str],
+    sources: Sequence[str] | None = None,
+    first_layer: int = 0,
+) -> Any:
+    """Attention maps `[L, N, T, S]`: a row of panels for each layer, a column for each head.
+
+    The axes show the tokens if there are at most 40.
+    """
     from matplotlib.figure import Figure
 
     L, N, T, S = weights.shape
@@ -129,7 +182,10 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
     for (layer, head), axes in np.ndenumerate(figure.subplots(L, N, squeeze=False)):
         axes.imshow(weights[layer, head], vmin=0, vmax=1, cmap="magma", aspect="auto")
         axes.set_title(f"layer {first_layer + layer}, head {head}", fontsize=8)
-        words = {"x": (sources or tokens) if layer == L - 1 else (), "y": tokens if head == 0 else ()}
+        words = {
+            "x": (sources or tokens) if layer == L - 1 else (),
+            "y": tokens if head == 0 else (),
+        }
         for axis, names in words.items():
             names = [plain(repr(name)[1:-1][:8]) for name in names] if len(names) <= 40 else []
             axes.set(**{f"{axis}ticks": range(len(names)), f"{axis}ticklabels": names})
@@ -141,42 +197,73 @@ def attention(weights: np.ndarray, tokens: Sequence[str], sources: Sequence[str]
 
 
 def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
-    """Every other number of the records against step, points of validation; of rms/... a line for each layer."""
+    """All numbers of the records but the loss, against step.
+
+    Validation is drawn with points. A name rms/... has a line for each layer.
+    """
     from matplotlib import colormaps
 
-    series: dict[str, list] = {}  # by title
+    by_title: dict[str, list[_Curve]] = {}
     for color, records in zip(_colors(len(runs)), runs.values(), strict=True):
-        for name in dict.fromkeys(name for record in records for name in record):
-            title, _, part = re.sub(r"(rms/\w+)/", r"\1 ", name.removeprefix("validation_")).partition(" ")
-            if title not in NOT_CURVES:
-                style = "o-" if name.startswith("validation_") else "-"
-                if found := points(records, name):
-                    series.setdefault(title, []).append((part, color, style, tuple(zip(*found, strict=True))))
-    for axes, (title, lines) in zip(panels(len(series), 3, 2.2, 2.1), series.items(), strict=True):
-        deepest = max(_layer(part) for part, *_ in lines)
-        for part, color, style, found in lines:
-            if part:
-                color = "#8a949e" if _layer(part) < 0 else colormaps["viridis"](0.9 * _layer(part) / max(deepest, 1))
-            axes.plot(*found, "o-" if style == "o-" else marker(found[1]), color=color, markersize=3, linewidth=1.2)
-            draw_lost(axes, found[0], found[1], color)
+        for title, curve in _curves(records, color):
+            by_title.setdefault(title, []).append(curve)
+    all_axes = panels(len(by_title), 3, 2.2, 2.1)
+    for axes, (title, same_title) in zip(all_axes, by_title.items(), strict=True):
+        deepest = max(_layer(curve.part) for curve in same_title)
+        for curve in same_title:
+            color = curve.color
+            if curve.part:
+                layer = _layer(curve.part)
+                depth = 0.9 * layer / max(deepest, 1)
+                color = "#8a949e" if layer < 0 else colormaps["viridis"](depth)
+            style = "o-" if curve.is_validation else marker(curve.values)
+            axes.plot(curve.steps, curve.values, style, color=color, markersize=3, linewidth=1.2)
+            draw_lost(axes, curve.steps, curve.values, color)
         axes.set_title(plain(title.replace("_", " ")), fontsize=8)
         axes.set_yscale("log" if "rms/" in title else "linear")
         axes.grid(alpha=0.25)
     return axes.figure
 
 
+class _Curve(NamedTuple):
+    """One line of `curves`."""
+
+    part: str  # of a name rms/...: the layer or another part; "" for other names
+    color: str
+    is_validation: bool
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+def _curves(records: Sequence[dict], color: str) -> Iterator[tuple[str, _Curve]]:
+    """(title of the panel, curve) for each number of the records of a run."""
+    for name in dict.fromkeys(name for record in records for name in record):
+        words = re.sub(r"(rms/\w+)/", r"\1 ", name.removeprefix("validation_"))
+        title, _, part = words.partition(" ")
+        if title in NOT_CURVES:
+            continue
+        if numbers := points(records, name):
+            steps, values = zip(*numbers, strict=True)
+            yield title, _Curve(part, color, name.startswith("validation_"), steps, values)
+
+
 def _layer(part: str) -> int:
-    """The number of a layer in a name such as layers/3; -1 of other parts."""
+    """The number of the layer in a name such as layers/3; -1 for other names."""
     return int(part.rpartition("/")[2]) if part.startswith("layers") else -1
 
 
 def masks(patterns: Mapping[str, Mask], length: int) -> Any:
-    """Which keys each query sees at a length: each cell is a block of pairs, of which none, some or all are visible."""
+    """The keys that each query sees under each mask, at one length.
+
+    A cell is a block of pairs; its colour says whether none, some or all of them are visible.
+    """
     check_whole("masks: length", length)
     from matplotlib.colors import ListedColormap
 
     style = dict(vmin=0, vmax=2, extent=(0, length, length, 0), interpolation="none")
-    for axes, (name, mask) in zip(panels(len(patterns), 3, 3.0, 3.4), patterns.items(), strict=True):
+    for axes, (name, mask) in zip(
+        panels(len(patterns), 3, 3.0, 3.4), patterns.items(), strict=True
+    ):
         colors = ListedColormap(["#8a949e22", "#7fb2d8", "#1f5d8c"])
         axes.imshow(mask.blocks(length, length, -(-length // 64)), cmap=colors, **style)
         title = f"{name}: {mask}, {mask.density(length, length):.1%} visible"
@@ -186,16 +273,22 @@ def masks(patterns: Mapping[str, Mask], length: int) -> Any:
 
 
 def costs(parts: Mapping[int, Sequence[Part]]) -> Any:
-    """Parts of a forward pass by length: their shares of its FLOPs and of the bytes that it moves, totals above."""
-    both, first = panels(2, 2, 3.2, 3.4), next(iter(parts.values()))
+    """The share of each part in the FLOPs and in the moved bytes of a forward pass, by length.
+
+    The totals stand above the bars.
+    """
+    both = panels(2, 2, 3.2, 3.4)
+    of_one_length = next(iter(parts.values()))
+    drawn = [(i, part.name) for i, part in enumerate(of_one_length) if part.numbers]
     sizes = {"FLOPs": lambda part: part.flops, "bytes moved": lambda part: 2 * part.numbers}
     for axes, (title, size) in zip(both, sizes.items(), strict=True):
-        numbers = np.array([[size(part) for part in row] for row in parts.values()])
-        total, below = numbers.sum(axis=1), np.zeros(len(parts))
-        drawn = [i for i, part in enumerate(first) if part.numbers]
-        for color, i in zip(_colors(len(drawn)), drawn, strict=True):
+        numbers = np.array([[size(part) for part in at_length] for at_length in parts.values()])
+        total = numbers.sum(axis=1)
+        below = np.zeros(len(parts))
+        for color, (i, name) in zip(_colors(len(drawn)), drawn, strict=True):
             share = numbers[:, i] / total
-            axes.bar(range(len(total)), share, bottom=below, color=color, width=0.7, label=first[i].name.replace("_", " "))
+            style = dict(color=color, width=0.7, label=name.replace("_", " "))
+            axes.bar(range(len(total)), share, bottom=below, **style)
             below = below + share
         for x, number in enumerate(total):
             axes.text(x, 1.01, short(number), ha="center", fontsize=7)
@@ -203,12 +296,14 @@ def costs(parts: Mapping[int, Sequence[Part]]) -> Any:
         axes.set_title(title, fontsize=8)
         axes.set(xlabel="length (tokens)", yticks=[], ylim=(0, 1.08))
     handles, labels = both[0].get_legend_handles_labels()
-    both[0].figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    both[0].figure.legend(
+        handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=7
+    )
     return both[0].figure
 
 
 def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
-    """A matrix as colours with a bar: positional encodings, scores of heads `[L, N]`, gradients by layer."""
+    """A matrix as colours with a colour bar, such as the scores of heads `[L, N]`."""
     from matplotlib.ticker import MaxNLocator
 
     axes = _axes(grid=False, xlabel=xlabel, ylabel=ylabel, title=plain(title))
@@ -216,28 +311,39 @@ def heat(values: np.ndarray, xlabel: str, ylabel: str, title: str = "") -> Any:
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     finite = values[np.isfinite(values)]
     signed = bool((finite < 0).any())
-    most = float(np.abs(finite).max(initial=0)) or 1.0
-    image = axes.imshow(values, aspect="auto", cmap="RdBu_r" if signed else "magma", vmin=-most if signed else 0, vmax=most)
+    largest = float(np.abs(finite).max(initial=0)) or 1.0
+    image = axes.imshow(
+        values,
+        aspect="auto",
+        cmap="RdBu_r" if signed else "magma",
+        vmin=-largest if signed else 0,
+        vmax=largest,
+    )
     axes.figure.colorbar(image)
     return axes.figure
 
 
 def lines(series: Mapping[str, tuple[Any, Any]], **labels: Any) -> Any:
-    """Each (x, y) as a line: learning rates against step, norms of gradients against depth."""
+    """Each (x, y) as a line, such as learning rates against step."""
     from matplotlib.ticker import MaxNLocator
 
     axes = _axes(**labels)
     for color, (x, y) in zip(_colors(len(series)), series.values(), strict=True):
         axes.plot(x, y, "o-" if len(x) < 40 else "-", color=color, markersize=4)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    # with its labels: matplotlib would leave out a name that begins with _
+    # explicit labels: matplotlib leaves out a label that begins with _
     axes.legend(axes.get_lines(), list(map(plain, series)), frameon=False, fontsize=8)
     return axes.figure
 
 
 def scaling_law(law: Law, losses: Numbers, parameters: Numbers, tokens: Numbers) -> Any:
-    """Runs and the fitted law: loss against compute 6 N D, a line for each size; and Hoffmann's slope of the optimum."""
-    axes = _axes(xlabel="compute 6 N D (FLOPs)", ylabel="loss (nats per token)", xscale="log", yscale="log")
+    """Runs and the fitted law: loss against compute 6 N D, with a line for each size.
+
+    The title compares the growth of the best size with that of Hoffmann et al. 2022.
+    """
+    axes = _axes(
+        xlabel="compute 6 N D (FLOPs)", ylabel="loss (nats per token)", xscale="log", yscale="log"
+    )
     N, D, L = map(np.asarray, (parameters, tokens, losses))
     sizes = np.unique(N)
     for color, size in zip(_colors(len(sizes)), sizes, strict=True):
@@ -245,8 +351,11 @@ def scaling_law(law: Law, losses: Numbers, parameters: Numbers, tokens: Numbers)
         line = np.geomspace(D.min() / 1.5, D.max() * 1.5, 50)
         axes.plot(6 * size * line, law.loss(size, line), color=color, linewidth=1)
     budgets = np.geomspace(6 * (N * D).min(), 6 * (N * D).max(), 50)
-    axes.plot(budgets, law.loss(*law.optimum(budgets)), "k--", linewidth=1.2, label="best of its budget")
-    ours, theirs = law.beta / (law.alpha + law.beta), HOFFMANN.beta / (HOFFMANN.alpha + HOFFMANN.beta)
+    axes.plot(
+        budgets, law.loss(*law.optimum(budgets)), "k--", linewidth=1.2, label="best of its budget"
+    )
+    ours = law.beta / (law.alpha + law.beta)
+    theirs = HOFFMANN.beta / (HOFFMANN.alpha + HOFFMANN.beta)
     axes.set_title(f"best N grows as C^{ours:.2f} (Hoffmann et al.: {theirs:.2f})", fontsize=10)
     axes.legend(frameon=False, fontsize=7)
     return axes.figure
@@ -263,7 +372,7 @@ def _axes(grid: bool = True, **labels: Any) -> Any:
 
 
 def panels(count: int, columns: int, width: float, height: float) -> list[Any]:
-    """Axes of a new figure, line by line."""
+    """The axes of a new figure, row by row."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -280,7 +389,7 @@ def panels(count: int, columns: int, width: float, height: float) -> list[Any]:
 
 
 def _colors(count: int) -> list[str]:
-    """Colours that differ: ours, and for more curves those of the spectrum."""
+    """Distinct colours: COLORS, or those of a spectrum if there are more curves."""
     from matplotlib import colormaps, colors
 
     if count <= len(COLORS):

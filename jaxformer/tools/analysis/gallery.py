@@ -1,8 +1,12 @@
-"""The pictures of a run: of its records, its model, and what the model does with an example. `NOTES` says how to read each."""
+"""The pictures of a run: of its records, of its model, and of what the model does with an example.
+
+`NOTES` says how to read each picture.
+"""
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,75 +23,101 @@ from jaxformer.params import Tree
 from jaxformer.runs.run import Run, open_run
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.tools.analysis import costs, diagram, figures, page
-from jaxformer.tools.analysis.diagram import short
+from jaxformer.tools.analysis.labels import short
 
 log = logging.getLogger("jaxformer")
-SHOWN = 32  # tokens of an example whose attention is drawn
-Pictures = dict[str, Callable[[], Any] | str]  # by a title of NOTES: what draws a matplotlib figure, or HTML
+SHOWN = 32  # the number of tokens of an example whose attention is drawn
+# {title of NOTES: a function that returns a matplotlib figure, or HTML}
+Pictures = dict[str, Callable[[], Any] | str]
 
-NOTES = {  # what a page shows, in this order
-    "Loss": "How surprised the model is by the right answer, in nats; 0 is certainty. It learns from training text alone.",
-    "Other numbers": "Lines: of training batches. Points: of the validation split. Of rms a line for each layer, the first "
-    "ones dark, grey what is no layer: parts that die or explode show here.",
-    "Architecture": "Read it from bottom to top. A dashed frame repeats; lines beside the boxes are the residual stream; the "
-    "numbers beside the boxes count their parameters.",
-    "Masks": "Which keys (columns) each query (row) may see: dark blue all of a block of pairs, light blue some, grey none.",
-    "Costs": "A forward pass at several lengths: the share of each part in its FLOPs and in the bytes moved.",
+# the sections of a page, in this order, with a note for the reader
+NOTES = {
+    "Loss": "How surprised the model is by the right answer, in nats; 0 is certainty. "
+    "It learns from training text alone.",
+    "Other numbers": "Lines: of training batches. Points: of the validation split. "
+    "Of rms a line for each layer, the first ones dark, grey what is no layer: "
+    "parts that die or explode show here.",
+    "Architecture": "Read it from bottom to top. A dashed frame repeats; "
+    "lines beside the boxes are the residual stream; "
+    "the numbers beside the boxes count their parameters.",
+    "Masks": "Which keys (columns) each query (row) may see: "
+    "dark blue all of a block of pairs, light blue some, grey none.",
+    "Costs": "A forward pass at several lengths: "
+    "the share of each part in its FLOPs and in the bytes moved.",
     "Costs in numbers": "One forward pass at the length of the config, two FLOPs a multiply-add.",
-    "Attention": "One validation example. Bright: the query (row) takes much from the key (column). Each row sums to 1.",
-    "Gradients": "How strongly one validation example pulls on the parameters of each layer. Falling curves: gradients vanish.",
+    "Attention": "One validation example. "
+    "Bright: the query (row) takes much from the key (column). Each row sums to 1.",
+    "Gradients": "How strongly one validation example pulls on the parameters of each layer. "
+    "Falling curves: gradients vanish.",
 }
 
 
 def record_pictures(runs: Mapping[str, Sequence[dict]], baseline: float | None) -> Pictures:
-    """Pictures of the records of runs, all in one."""
-    numbers = [name for records in runs.values() for record in records for name in record if not isinstance(record[name], str)]
-    names = {name.removeprefix("validation_") for name in numbers}
-    found: Pictures = {"Loss": lambda: figures.losses(runs, baseline)} if "loss" in names else {}
-    return found | ({"Other numbers": lambda: figures.curves(runs)} if names - figures.NOT_CURVES else {})
+    """Pictures of the records of runs; each picture shows all runs."""
+    names = set()
+    for records in runs.values():
+        for record in records:
+            numbers = [name for name, value in record.items() if not isinstance(value, str)]
+            names |= {name.removeprefix("validation_") for name in numbers}
+    pictures: Pictures = {}
+    if "loss" in names:
+        pictures["Loss"] = partial(figures.losses, runs, baseline)
+    if names - figures.NOT_CURVES:
+        pictures["Other numbers"] = partial(figures.curves, runs)
+    return pictures
 
 
 def model_pictures(model: Any, name: str) -> Pictures:
     """Pictures of a config."""
     if not models.is_config(model):
         return {}
-    stacks = {"": model} if isinstance(model, ModelConfig) else {"encoder": model.encoder, "decoder": model.decoder}
-
-    def turn(i, n):
-        return f"layer {i + 1} of every {n}" if n > 1 else "every layer"
-
-    patterns = {
-        f"{stack} {turn(i, len(config.masks))}".strip(): mask
-        for stack, config in stacks.items()
-        for i, mask in enumerate(config.masks)
-    }
+    if isinstance(model, ModelConfig):
+        stacks = {"": model}
+    else:
+        stacks = {"encoder": model.encoder, "decoder": model.decoder}
+    masks = {}
+    for stack, config in stacks.items():
+        count = len(config.masks)
+        for i, mask in enumerate(config.masks, 1):
+            layers = f"layer {i} of every {count}" if count > 1 else "every layer"
+            masks[f"{stack} {layers}".strip()] = mask
     length = last_stack(model).context_length
     pictures: Pictures = {
-        "Architecture": lambda: diagram.diagram(model, name), "Masks": lambda: figures.masks(patterns, length),
-    }  # fmt: skip
-    lengths = [length] if any(isinstance(c.embedding, Patches) for c in stacks.values()) else [length // 4, length, 4 * length]
-    with contextlib.suppress(ConfigError):  # what cannot be counted
+        "Architecture": partial(diagram.diagram, model, name),
+        "Masks": partial(figures.masks, masks, length),
+    }
+    reads_images = any(isinstance(config.embedding, Patches) for config in stacks.values())
+    lengths = [length] if reads_images else [length // 4, length, 4 * length]
+    with contextlib.suppress(ConfigError):  # of a model whose costs cannot be counted
         parts = {n: costs.parts(model, n) for n in lengths if n}
-        pictures |= {"Costs": lambda: figures.costs(parts), "Costs in numbers": cost_table(parts[length])}
+        pictures |= {
+            "Costs": partial(figures.costs, parts),
+            "Costs in numbers": cost_table(parts[length]),
+        }
     return pictures
 
 
 def cost_table(parts: Sequence[costs.Part]) -> str:
-    """The parts as a table of HTML."""
+    """The parts as an HTML table."""
     total = sum(part.flops for part in parts)
-
-    def facts(part):
-        return (part.parameters, short(part.flops), f"{part.flops / total:.1%}", f"{short(2 * part.numbers)}B")
-
-    rows = {part.name.replace("_", " "): facts(part) for part in parts}
-    columns = ("parameters", "FLOPs", "share", "bytes moved")
-    return page.table(columns, [{name: row[i] for name, row in rows.items()} for i in range(len(columns))])
+    columns: dict[str, Callable[[costs.Part], Any]] = {
+        "parameters": lambda part: part.parameters,
+        "FLOPs": lambda part: short(part.flops),
+        "share": lambda part: f"{part.flops / total:.1%}",
+        "bytes moved": lambda part: f"{short(2 * part.numbers)}B",
+    }
+    cells = [
+        {part.name.replace("_", " "): of_part(part) for part in parts}
+        for of_part in columns.values()
+    ]
+    return page.table(list(columns), cells)
 
 
 def run_pictures(folder: RunFolder) -> Pictures:
-    """Pictures of a run's model, and of its attention and gradients of an example. A warning says what cannot be drawn.
+    """Pictures of a run's model, and of attention and gradients for one validation example.
 
-    Without an example that the objective offers (`example_of`), nothing of an example is drawn, and nothing is said.
+    A warning names each picture that cannot be drawn. If the objective offers no example
+    (`example_of`), pictures of an example are left out without a warning.
     """
     pictures: Pictures = {}
     with warn_on_failure("what needs the model"):
@@ -96,8 +126,8 @@ def run_pictures(folder: RunFolder) -> Pictures:
         pictures = model_pictures(model, run.experiment.name)
         if not models.is_config(model) or not folder.checkpoints.is_dir():
             return pictures
-        row = batching.open_dataset(run.experiment.data, model).validation[0]
-        batch = {name: jnp.asarray(value)[None] for name, value in row.items()}
+        validation = batching.open_dataset(run.experiment.data, model).validation
+        batch = {name: jnp.asarray(value)[None] for name, value in validation[0].items()}
         example = example_of(run.experiment.objective, model, batch)
         if example is None:
             return pictures
@@ -109,11 +139,14 @@ def run_pictures(folder: RunFolder) -> Pictures:
     return pictures
 
 
-def example_of(objective: Any, model: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array] | None:
-    """What the report of a run may draw of a batch of one row: `objective.example(model, batch)`, or that of what scores it.
+def example_of(
+    objective: Any, model: Any, batch: dict[str, jax.Array]
+) -> dict[str, jax.Array] | None:
+    """The inputs of the model that a report may draw: `objective.example(model, batch)`.
 
-    It is what the model reads: `tokens` or `images`, and other arguments of `models.apply`, such as `segment_ids`. None where
-    neither has the method.
+    An objective without this method is asked through its `evaluation()`. The inputs are `tokens` or
+    `images`, and further arguments of `models.apply`, such as `segment_ids`. `batch` holds one
+    example. None if neither has the method.
     """
     scored = getattr(objective, "evaluation", lambda: objective)()
     for each in (objective, scored):
@@ -124,7 +157,7 @@ def example_of(objective: Any, model: Any, batch: dict[str, jax.Array]) -> dict[
 
 @contextlib.contextmanager
 def warn_on_failure(what: str) -> Iterator[None]:
-    """Logs an error inside as a warning: the page is written without that part."""
+    """Logs an error inside the `with` block as a warning; the page is written without that part."""
     try:
         yield
     except Exception as error:
@@ -132,32 +165,51 @@ def warn_on_failure(what: str) -> Iterator[None]:
 
 
 def attention(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
-    """The maps of the last layers; of an encoder-decoder, where the target looks in the source. NotImplementedError: none."""
-    model, field = run.experiment.model, "images" if "images" in batch else "tokens"
-    name = "layers/*/attention/weights" if isinstance(model, ModelConfig) else "decoder/layers/*/cross_attention/weights"
+    """Draws the attention maps of the last four layers, four heads of each.
+
+    Of an encoder-decoder it draws the cross-attention of the decoder. Raises NotImplementedError if
+    the model gives no maps.
+    """
+    model = run.experiment.model
+    field = "images" if "images" in batch else "tokens"
+    name = (
+        "layers/*/attention/weights"
+        if isinstance(model, ModelConfig)
+        else "decoder/layers/*/cross_attention/weights"
+    )
     with run.on_mesh():
-        output = models.apply(model, run.params, batch[field], intermediates=(name,), **model_inputs(batch))
+        output = models.apply(
+            model, run.params, batch[field], intermediates=(name,), **model_inputs(batch)
+        )
     weights = np.asarray(output.intermediates[name])[-4:, 0, :4]
+    source = "source" if "source" in batch else field
+    queries = _words(run, batch[field], weights.shape[-2])
+    keys = _words(run, batch[source], weights.shape[-1])
+    T = _shown_length(batch, "segment_ids", len(queries))
+    S = _shown_length(
+        batch, "source_segment_ids" if source == "source" else "segment_ids", len(keys)
+    )
+    first_layer = last_stack(model).num_layers - len(weights)
+    return partial(figures.attention, weights[..., :T, :S], queries[:T], keys[:S], first_layer)
 
-    def word(token):
-        return run.tokenizer.decode([token]) if run.tokenizer else str(token)
 
-    # of an image, the numbers of its patches
-    def words(x, count):
-        return [word(token) for token in x[0].tolist()] if x.ndim == 2 else [str(i) for i in range(count)]
+def _words(run: Run, inputs: jax.Array, count: int) -> list[str]:
+    """The tokens of an example as text; patches of an image are numbered."""
+    if inputs.ndim != 2:
+        return [str(i) for i in range(count)]
+    tokens = inputs[0].tolist()
+    return [run.tokenizer.decode([token]) if run.tokenizer else str(token) for token in tokens]
 
-    tokens, keys = words(batch[field], weights.shape[-2]), words(batch.get("source", batch[field]), weights.shape[-1])
 
-    def real(name, count):
-        return min(SHOWN, int((batch[name] != 0).sum()) if name in batch else count)
-
-    T, S = real("segment_ids", len(tokens)), real("source_segment_ids" if "source" in batch else "segment_ids", len(keys))
-    first = last_stack(model).num_layers - len(weights)
-    return lambda: figures.attention(weights[..., :T, :S], tokens[:T], keys[:S], first)
+def _shown_length(batch: dict[str, jax.Array], segment_ids: str, count: int) -> int:
+    """The number of tokens to draw: those that are not padding, at most SHOWN."""
+    if segment_ids in batch:
+        count = int((batch[segment_ids] != 0).sum())
+    return min(SHOWN, count)
 
 
 def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
-    """The norm of the gradient of an example's loss with respect to the parameters of each layer."""
+    """Draws |d loss / d parameters| of an example, for each layer and each kind of parameters."""
 
     references = run.references
 
@@ -171,9 +223,15 @@ def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
     squares: dict[str, np.ndarray] = {}
     for path, leaf in leaves.items():
         stack, _, rest = path.partition("layers/")
-        place, _, inside = rest.partition("/") if rest[:1].isdigit() else ("", "", rest)
+        number, _, inside = rest.partition("/") if rest[:1].isdigit() else ("", "", rest)
         if name := inside.split("/")[0]:
-            name = f"{stack}{name} {place}".strip().replace("/", " ").replace("_", " ")
-            squares[name] = squares.get(name, 0.0) + np.square(np.asarray(leaf, np.float64)).reshape(len(leaf), -1).sum(axis=1)
-    norms = {name: (range(len(all)), np.sqrt(all)) for name, all in squares.items() if not name.endswith("norm")}
-    return lambda: figures.lines(norms, xlabel="layer", ylabel="norm of the gradient", yscale="log")
+            name = f"{stack}{name} {number}".strip().replace("/", " ").replace("_", " ")
+            of_layers = np.square(np.asarray(leaf, np.float64)).reshape(len(leaf), -1).sum(axis=1)
+            squares[name] = squares.get(name, 0.0) + of_layers
+    norms = {
+        name: (range(len(of_layers)), np.sqrt(of_layers))
+        for name, of_layers in squares.items()
+        if not name.endswith("norm")
+    }
+    labels = {"xlabel": "layer", "ylabel": "norm of the gradient", "yscale": "log"}
+    return partial(figures.lines, norms, **labels)

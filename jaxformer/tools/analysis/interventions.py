@@ -1,9 +1,11 @@
-"""What a part of a model is for: gradients with respect to intermediates, and the loss without each head.
+"""Gradients with respect to intermediates of a model, and the loss without each attention head.
 
-To patch or to steer is an edit of `apply` alone: edits={"layers/3/residual": lambda x, layer: x + direction}.
+Patching and steering need no function of this file. They are edits of `models.apply`:
+edits={"layers/3/residual": lambda x, layer: x + direction}.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,40 +18,64 @@ from jaxformer import models
 Loss = Callable[[models.Output], Array]
 
 
-def gradients(config: Any, params: Any, tokens: Array, loss: Loss, names: Sequence[str], **options) -> dict[str, Array]:
-    """d loss(apply(...)) / d value for each name of `models.intermediates`; `options` are those of `apply`.
+def gradients(
+    config: Any, params: Any, tokens: Array, loss: Loss, names: Sequence[str], **options
+) -> dict[str, Array]:
+    """d loss(apply(...)) / d value for each intermediate in `names` (see `models.intermediates`).
 
-    A gradient has the shape of its value; of a name with *, those of all layers, `[L, ...]`.
+    A gradient has the shape of its value; for a name with * it holds all layers, `[L, ...]`.
+    `options` are passed to `models.apply`.
     """
 
-    def run(**more):
-        return models.apply(config, params, tokens, **options, **more)
-
+    run = partial(models.apply, config, params, tokens, **options)
     shapes = jax.eval_shape(lambda: run(intermediates=tuple(names)).intermediates)
 
-    def shifted(shifts: dict[str, Array]) -> Array:
-        def add(name):
-            return lambda value, layer: value + (shifts[name][layer] if "*" in name else shifts[name])
+    def loss_of(shifts: dict[str, Array]) -> Array:
+        edits = {
+            name: partial(_add_of_layer if "*" in name else _add, shift)
+            for name, shift in shifts.items()
+        }
+        return loss(run(edits=edits))
 
-        return loss(run(edits={name: add(name) for name in shifts}))
+    zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+    return jax.grad(loss_of)(zeros)
 
-    return jax.grad(shifted)({name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()})
+
+def _add(shift: Array, value: Array, layer: Any) -> Array:
+    """The edit value + shift."""
+    return value + shift
+
+
+def _add_of_layer(shifts: Array, value: Array, layer: Any) -> Array:
+    """The edit value + shift with a shift for each layer, `[L, ...]`."""
+    return value + shifts[layer]
 
 
 def head_ablation(
-    config: Any, params: Any, tokens: Array, loss: Loss, name: str = "layers/*/attention/heads", **options
+    config: Any,
+    params: Any,
+    tokens: Array,
+    loss: Loss,
+    name: str = "layers/*/attention/heads",
+    **options,
 ) -> Float[Array, "L N"]:
-    """The loss without a head minus the loss with all, for each head. Michel et al. 2019, arXiv:1905.10650, section 3."""
+    """The loss without a head minus the loss with all heads, for each head.
 
-    def run(**more):
-        return models.apply(config, params, tokens, **options, **more)
+    `options` are passed to `models.apply`. Michel et al. 2019, arXiv:1905.10650, section 3.
+    """
 
-    L, N = jax.eval_shape(lambda: run(intermediates=(name,)).intermediates)[name].shape[0::3]
+    run = partial(models.apply, config, params, tokens, **options)
+    shapes = jax.eval_shape(lambda: run(intermediates=(name,)).intermediates)
+    L, N = shapes[name].shape[0::3]  # of [L, B, T, N, H]
 
-    def without(number: Array) -> Array:
-        def silence(heads, layer):
-            return heads.at[:, :, number % N].multiply(jnp.where(layer == number // N, 0, 1).astype(heads.dtype))
+    def loss_without(number: Array) -> Array:
+        edit = partial(_silence, number // N, number % N)
+        return loss(run(edits={name: edit}))
 
-        return loss(run(edits={name: silence}))
+    return jax.lax.map(loss_without, jnp.arange(L * N)).reshape(L, N) - loss(run())
 
-    return jax.lax.map(without, jnp.arange(L * N)).reshape(L, N) - loss(run())
+
+def _silence(of_layer: Array, head: Array, heads: Float[Array, "B T N H"], layer: Any) -> Array:
+    """The edit that sets one head of one layer to zero."""
+    factor = jnp.where(layer == of_layer, 0, 1).astype(heads.dtype)
+    return heads.at[:, :, head].multiply(factor)

@@ -1,1 +1,4 @@
-"""A run planned before its devices are rented: the real step, compiled for a topology that is not here."""
+"""Plans of a run before its devices are rented.
+
+The real step is compiled for a topology that this machine does not have.
+"""

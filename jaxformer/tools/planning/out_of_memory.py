@@ -1,4 +1,7 @@
-"""What to say when a run does not fit into its devices' memory: what needs how much, and what would help."""
+"""The message for a run that does not fit its devices' memory: what needs memory, what would help.
+
+`explain` makes it.
+"""
 
 import math
 from collections.abc import Iterator
@@ -16,40 +19,57 @@ from jaxformer.training.experiment import Experiment
 from jaxformer.training.step import TrainState
 
 FAILURES = (ConfigError, NotImplementedError, jax.errors.JaxRuntimeError)  # of a plan
-
-
-# how a device, its libraries and its network say that there is no memory
-NO_MEMORY = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "ALLOC_FAILED", "out of memory", "Out of memory")
+# the words by which a device, its libraries and its network report a lack of memory
+NO_MEMORY = (
+    "RESOURCE_EXHAUSTED",
+    "OUT_OF_MEMORY",
+    "ALLOC_FAILED",
+    "out of memory",
+    "Out of memory",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device lacked memory; CUDA's libraries report that as an internal error. A message too long does not count."""
+    """Whether the error means that a device lacked memory.
+
+    CUDA's libraries report this as an internal error. A network message that is too long also says
+    RESOURCE_EXHAUSTED; it does not count.
+    """
     text = str(error)
-    known = isinstance(error, jax.errors.JaxRuntimeError) and any(word in text for word in NO_MEMORY)
+    known = isinstance(error, jax.errors.JaxRuntimeError) and any(
+        word in text for word in NO_MEMORY
+    )
     return known and "message larger than max" not in text
 
 
 def explain(experiment: Experiment) -> str:
-    """The bytes of a step as `plan` counts them, on the devices that are here; its largest arrays; changes that help.
+    """The memory of a step on the devices of this machine, its largest arrays, and useful changes.
 
-    Of several processes each would have to compile along with the others, which may not be out of memory: `plan` says it.
+    Bytes are counted as by `plan`. With several processes the text names the command of `plan`
+    instead: all processes would have to compile together, and some may not be out of memory.
     """
     if jax.process_count() > 1:
-        return f"make plan EXP={experiment.name} TOPOLOGY=... says what a step needs, on any machine"
+        return (
+            f"make plan EXP={experiment.name} TOPOLOGY=... says what a step needs, on any machine"
+        )
     try:
         peak, compiled, traced = needed(experiment)
     except FAILURES as problem:
         return f"the step could not be planned here: {str(problem).splitlines()[0][:200]}"
     lines = [f"a step needs {gib(peak)} on each device: {parts(traced.state, peak)}"]
     if compiled is not None:
-        large = hlo.largest_results(compiled.as_text() or "")
-        lines += [f"  large: {gib(one['bytes'])} {one['shape']}, {one['source']}" for one in large]
-    shards, tried = math.prod(traced.mesh.shape[axis] for axis in sharding.ACTIVATIONS["batch"]), []
+        for array in hlo.largest_results(compiled.as_text() or ""):
+            lines.append(f"  large: {gib(array['bytes'])} {array['shape']}, {array['source']}")
+    shards = math.prod(traced.mesh.shape[axis] for axis in sharding.ACTIVATIONS["batch"])
+    helpful = []
     for options, note in changes(experiment, shards):
-        with suppress(*FAILURES):  # the change does not fit the experiment, its mesh or its model
-            tried.append((needed(config.override(experiment, options.split()))[0], options, note))
-    helpful = sorted(change for change in tried if change[0] < peak)[:3]
-    lines += [f"  with {options} {gib(size)}: {note}" for size, options, note in helpful]
+        with suppress(*FAILURES):  # a change may not fit the experiment, its mesh or its model
+            size, *_ = needed(config.override(experiment, options.split()))
+            if size < peak:
+                helpful.append((size, options, note))
+    lines += [
+        f"  with {options} {gib(size)}: {note}" for size, options, note in sorted(helpful)[:3]
+    ]
     return "\n".join(lines)
 
 
@@ -58,7 +78,10 @@ def gib(size: int) -> str:
 
 
 def needed(experiment: Experiment) -> tuple[int, Any, Traced]:
-    """(bytes of a step on a device, the program; None where the compiler itself finds no room, the step before)."""
+    """(bytes of a step on a device, the compiled program, the traced step).
+
+    The program is None if the compiler reports that it does not fit.
+    """
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     devices = jax.devices()[:1] if mesh is None else mesh.devices.ravel().tolist()
     traced = trace(experiment, devices)
@@ -69,7 +92,7 @@ def needed(experiment: Experiment) -> tuple[int, Any, Traced]:
 
 
 def parts(state: TrainState, peak: int) -> str:
-    """The bytes of a device by what they are."""
+    """The bytes of a device by kind: parameters, optimizer, averaged parameters, the rest."""
     sizes = {"parameters": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
     if state.ema is not None:
         sizes["averaged parameters"] = device_bytes(state.ema)
@@ -78,8 +101,13 @@ def parts(state: TrainState, peak: int) -> str:
 
 
 def changes(experiment: Experiment, shards: int) -> Iterator[tuple[str, str]]:
-    """(options with which a step may need less, whether it is the same run); the mesh splits a batch into so many shards."""
-    model, size, same = experiment.model, experiment.batch_size, "the same run goes on"
+    """(options with which a step may need less memory, a note about the run that results).
+
+    The mesh splits a batch into `shards`.
+    """
+    model = experiment.model
+    size = experiment.batch_size
+    same = "the same run goes on"
     if isinstance(model, models.ModelConfig) and model.remat != "full":
         yield "--model.remat=full", f"recomputes layers; {same}"
     if isinstance(model, models.ModelConfig) and model.attention_implementation is None:
@@ -87,11 +115,17 @@ def changes(experiment: Experiment, shards: int) -> Iterator[tuple[str, str]]:
     if isinstance(model, models.EncoderDecoder):
         yield "--model.encoder.remat=full --model.decoder.remat=full", f"recomputes layers; {same}"
     if jax.device_count() > 1 and experiment.mesh.fsdp == 1:
-        yield "--mesh.data=1 --mesh.fsdp=-1", f"splits parameters and batch over all devices; {same}"
-    rows = size // experiment.accumulation
+        yield (
+            "--mesh.data=1 --mesh.fsdp=-1",
+            f"splits parameters and batch over all devices; {same}",
+        )
+    micro_batch = size // experiment.accumulation
     for factor in (8, 4, 2):
-        if rows % (factor * shards) == 0:
-            yield f"--accumulation={experiment.accumulation * factor}", "the same mean gradient; another run"
+        if micro_batch % (factor * shards) == 0:
+            yield (
+                f"--accumulation={experiment.accumulation * factor}",
+                "the same mean gradient; another run",
+            )
             yield f"--batch-size={size // factor}", "another run"
             break
     if experiment.precision == "float32":

@@ -1,4 +1,7 @@
-"""The least time that a step's exchanges take on a network: an estimate, by the rules of rings."""
+"""An estimate of the least time of a step: products, memory traffic, and exchanges on the network.
+
+`seconds` makes it. Exchanges follow the rules of ring algorithms.
+"""
 
 import math
 from collections import Counter, defaultdict
@@ -7,80 +10,105 @@ from typing import Any, NamedTuple
 from jaxformer.models.cost import Chip
 from jaxformer.tools.planning.hlo import Exchange, Traffic, by_axes
 
-_TORUS = {4: (16,), 6: tuple(range(4, 1025, 4))}  # extents at which a 2D (v5e, v6e) or 3D torus closes into a ring
+# {links of a chip: extents at which a dimension of a 2D (v5e, v6e) or 3D torus closes into a ring}
+_TORUS = {4: (16,), 6: tuple(range(4, 1025, 4))}
 
 
-def network(found: list[Exchange], mesh: Any, chip: Chip) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of the exchanges that other operations wait for, and of the overlapped ones, by mesh axes.
+def network(
+    exchanges: list[Exchange], mesh: Any, chip: Chip
+) -> tuple[dict[str, float], dict[str, float]]:
+    """({axes: seconds} of exchanges that operations wait for, the same of overlapped exchanges).
 
-    A ring of n moves (n - 1) / n of an array to gather or scatter it, twice that to sum it everywhere. A torus has a ring in
-    each dimension that a group fills, an open line half of one (Chan et al. 2007; the JAX scaling book, chapter 3).
-    `outside ...` is the traffic between slices (TPU) or hosts (GPU).
+    A ring of n devices moves (n - 1) / n of an array to gather or scatter it, and twice that to sum
+    it everywhere. A torus has a ring in each dimension that a group fills; an open line has half
+    the speed of a ring (Chan et al. 2007; the JAX scaling book, chapter 3). `outside ...` is the
+    traffic between slices (TPU) or hosts (GPU).
     """
     waits: dict[str, float] = defaultdict(float)
     overlapped: dict[str, float] = defaultdict(float)
     everywhere = list(mesh.devices.flat)
     extents = _extents(everywhere)
-    for one in found:
-        devices = [everywhere[place] for place in one.group] or everywhere
-        (axes,) = [collective.axes for collective in by_axes([one], mesh)]
-        name, n, seconds = "*".join(axes) or "others", max(2, len(devices)), overlapped if one.overlapped else waits
-        islands = {0: 1, 1: 1} if one.kind == "send" else Counter(map(_island, devices))
+    for exchange in exchanges:
+        kind = exchange.kind
+        devices = [everywhere[position] for position in exchange.group] or everywhere
+        (collective,) = by_axes([exchange], mesh)
+        axes = "*".join(collective.axes) or "others"
+        n = max(2, len(devices))
+        seconds = overlapped if exchange.overlapped else waits
+        # {island: its devices}; the two ends of a send lie in different islands
+        islands = {0: 1, 1: 1} if kind == "send" else Counter(map(_island, devices))
         if len(islands) > 1:
-            size = one.bytes * n / len(islands) if one.kind == "reduce-scatter" else one.bytes
-            senders = 1 if one.kind in ("send", "collective-permute") else min(islands.values())
-            seconds[f"outside {name}"] += _moved(one.kind, size, len(islands)) / (chip.outside * senders)
+            size = exchange.bytes
+            if kind == "reduce-scatter":
+                size = size * n / len(islands)
+            senders = 1 if kind in ("send", "collective-permute") else min(islands.values())
+            speed = chip.outside * senders
+            seconds[f"outside {axes}"] += _moved(kind, size, len(islands)) / speed
         if max(islands.values()) > 1:
-            seconds[name] += _moved(one.kind, one.bytes, n) / _speed(devices, extents, chip)
+            seconds[axes] += _moved(kind, exchange.bytes, n) / _speed(devices, extents, chip)
     return dict(waits), dict(overlapped)
 
 
 class Seconds(NamedTuple):
-    """Estimates of a step's parts on a device."""
+    """Estimated seconds of the parts of a step on a device."""
 
-    products: float  # of matrix products: the larger of their arithmetic and of what they move through memory
-    others: float  # of all other operations, by what they move
-    waits: dict[str, float]  # of exchanges that nothing runs beside, by mesh axes
-    overlapped: dict[str, float]  # of exchanges beside other operations, by mesh axes
+    products: float  # matrix products: the longer one of arithmetic and memory traffic
+    others: float  # all other operations, by their memory traffic
+    waits: dict[str, float]  # exchanges that the other operations wait for, by mesh axes
+    overlapped: dict[str, float]  # exchanges that run beside other operations, by mesh axes
 
     @property
     def step(self) -> float:
-        return max(self.products + self.others + sum(self.waits.values()), sum(self.overlapped.values()))
+        return max(
+            self.products + self.others + sum(self.waits.values()), sum(self.overlapped.values())
+        )
 
     def parts(self) -> dict[str, float]:
-        """Each part by its name."""
+        """{name: seconds} of each part."""
         parts = {"products": self.products, "other operations": self.others}
         parts |= {f"waiting for {name}": seconds for name, seconds in self.waits.items()}
         return parts | {f"beside them {name}": seconds for name, seconds in self.overlapped.items()}
 
 
-def seconds(flops: float, moved: Traffic, found: list[Exchange], mesh: Any, chip: Chip) -> Seconds:
-    """The parts of a program that does so many FLOPs on a device."""
+def seconds(
+    flops: float, moved: Traffic, exchanges: list[Exchange], mesh: Any, chip: Chip
+) -> Seconds:
+    """The estimated seconds of a program that computes `flops` on a device."""
     products = max(flops / (chip.peak * chip.reached), moved.products / chip.bandwidth)
-    return Seconds(products, moved.others / chip.bandwidth, *network(found, mesh, chip))
+    return Seconds(products, moved.others / chip.bandwidth, *network(exchanges, mesh, chip))
 
 
 def _moved(kind: str, size: int | float, n: int | float) -> float:
-    """Bytes that each of n devices sends, for a result of so many bytes."""
-    factors = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1, "collective-permute": 1, "send": 1}
+    """Bytes that each of n devices sends for a result of `size` bytes."""
+    factors = {
+        "all-reduce": 2 * (n - 1) / n,
+        "reduce-scatter": n - 1,
+        "collective-permute": 1,
+        "send": 1,
+    }
     return float(factors.get(kind, (n - 1) / n) * size)
 
 
 def _island(device) -> int:
-    """The number of its slice (TPU) or host (GPU), within which the network is fast."""
-    return device.process_index if device.platform in ("gpu", "cuda") else getattr(device, "slice_index", 0)
+    """The number of a device's slice (TPU) or host (GPU). Inside of it the network is fast."""
+    if device.platform in ("gpu", "cuda"):
+        return device.process_index
+    return getattr(device, "slice_index", 0)
 
 
 def _extents(devices: list) -> list[int]:
+    """The number of different coordinates of devices in each dimension of their torus."""
     coords = [device.coords for device in devices if getattr(device, "coords", None) is not None]
     return [len(set(column)) for column in zip(*coords, strict=True)]
 
 
 def _speed(devices: list, extents: list[int], chip: Chip) -> float:
-    """Bytes/s with which a device sends along a group."""
+    """Bytes/s that a device sends within a group."""
     if not chip.links:
         return chip.network / 2
     neighbours = [device for device in devices if _island(device) == _island(devices[0])]
-    pairs = zip(_extents(neighbours), extents, strict=True)
-    rings = [1.0 if span == full and span in _TORUS[chip.links] else 0.5 for span, full in pairs if span > 1]
+    rings = []  # 1 for each dimension with a ring, 1/2 for an open line
+    for span, full in zip(_extents(neighbours), extents, strict=True):
+        if span > 1:
+            rings.append(1.0 if span == full and span in _TORUS[chip.links] else 0.5)
     return chip.network / chip.links * max(0.5, math.fsum(rings))

@@ -1,4 +1,8 @@
-"""Devices that are not here: TPU topologies by libtpu, GPU ones by XLA's CUDA compiler, and an environment for both."""
+"""Devices that this machine does not have, described by their compiler.
+
+`devices` asks libtpu for TPU topologies and XLA's CUDA compiler for GPU topologies. `prepare` sets
+the environment that both need.
+"""
 
 import atexit
 import os
@@ -19,13 +23,16 @@ EXAMPLES = "v5e:4x4, v5p:8x8x8, v4:8x16x16, v6e:16x16, tpu7x:4x4x8, h200:16x8"
 
 
 class Gpu(NamedTuple):
-    """What the CUDA compiler needs to know of a GPU besides `cost.CHIPS`: openxla/xla gpu/target_config/specs, 2026-11."""
+    """The facts about a GPU that the CUDA compiler needs besides `cost.CHIPS`.
+
+    Source: openxla/xla gpu/target_config/specs, 2026-11.
+    """
 
     kind: str
     capability: int
     cores: int
     units: int  # of a core, for float32
-    shared: int  # bytes of a core, of which the system keeps 1024
+    shared: int  # bytes of shared memory of a core; the system keeps 1024 of them
     l2: int
     clock: float  # GHz
     memory: int
@@ -40,24 +47,36 @@ GPUS = {
 
 
 def prepare() -> None:
-    """Sets the environment in which compilers work for chips that are not here. Call it before JAX is imported."""
+    """Sets the environment in which compilers work without their chips.
+
+    Call it before JAX is imported.
+    """
     logs = tempfile.mkdtemp(prefix="jaxformer-plan-")
     atexit.register(shutil.rmtree, logs, ignore_errors=True)
     defaults = {
-        "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-16", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": logs,
-    }  # fmt: skip
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_LOG_DIR": logs,
+    }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def devices(name: str, slices: int = 1) -> list:
-    """The devices of a topology: `v5e:2x2`; of GPUs `h200:1x4x8`, slices x hosts x GPUs. ConfigError for an unknown name."""
+    """The devices of a topology, such as `v5e:2x2`, or for GPUs `h200:1x4x8`.
+
+    The shape of GPUs is slices x hosts x GPUs of a host. Raises ConfigError for an unknown name.
+    """
     kind, _, shape = name.partition(":")
     if kind in GPUS:
         sizes = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", shape)
         if sizes is None:
-            raise ConfigError(f"--topology={name}: expected slices x hosts x GPUs of a host, such as {kind}:1x4x8")
+            raise ConfigError(
+                f"--topology={name}: expected slices x hosts x GPUs of a host, such as {kind}:1x4x8"
+            )
         shape = "x".join(size or "1" for size in sizes.groups())
         return _ask("CUDA", "plan-gpu", name, target_config=_target(GPUS[kind]), topology=shape)
     if kind not in TPUS:
@@ -72,7 +91,7 @@ def devices(name: str, slices: int = 1) -> list:
 
 
 def versions(platform: str) -> dict[str, str]:
-    """The versions of jax and of the compiler of that platform, if they are installed."""
+    """The installed versions of jax and of the compiler of that platform."""
     numbers = {}
     for name in ("jax", "libtpu" if platform == "tpu" else "jax-cuda13-plugin"):
         with suppress(metadata.PackageNotFoundError):
@@ -85,10 +104,18 @@ def _ask(platform: str, extra: str, name: str, **options: Any) -> list:
     from jax.experimental import topologies
 
     try:
-        return list(topologies.get_topology_desc(platform=platform.lower(), topology_name=name, **options).devices)
+        description = topologies.get_topology_desc(
+            platform=platform.lower(), topology_name=name, **options
+        )
+        return list(description.devices)
     except Exception as error:
-        words = f"{str(error).splitlines()[0][:200]}; expected a name such as {EXAMPLES}, and a {platform} compiler"
-        raise ConfigError(f"--topology={name}: {words}: make plan, or pip install 'jaxformer[{extra}]'") from None
+        words = (
+            f"{str(error).splitlines()[0][:200]}; expected a name such as {EXAMPLES}, "
+            f"and a {platform} compiler"
+        )
+        raise ConfigError(
+            f"--topology={name}: {words}: make plan, or pip install 'jaxformer[{extra}]'"
+        ) from None
 
 
 def _target(gpu: Gpu) -> str:
@@ -96,18 +123,31 @@ def _target(gpu: Gpu) -> str:
     from jaxformer.models.cost import CHIPS
 
     numbers = {
-        "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 49152,
-        "shared_memory_per_core": gpu.shared, "threads_per_core_limit": 2048, "core_count": gpu.cores,
-        "fpus_per_core": gpu.units, "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 65535,
-        "block_dim_limit_z": 65535, "memory_bandwidth": int(CHIPS[gpu.kind].bandwidth), "l2_cache_size": gpu.l2,
-        "clock_rate_ghz": gpu.clock, "device_memory_size": gpu.memory, "shared_memory_per_block_optin": gpu.shared - 1024,
-        "registers_per_core_limit": 65536, "registers_per_block_limit": 65536, "thread_dim_limit_x": 1024,
-        "thread_dim_limit_y": 1024, "thread_dim_limit_z": 64,
-    }  # fmt: skip
-    rows = "\n".join(f"  {key}: {value}" for key, value in numbers.items())
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": gpu.shared,
+        "threads_per_core_limit": 2048,
+        "core_count": gpu.cores,
+        "fpus_per_core": gpu.units,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": int(CHIPS[gpu.kind].bandwidth),
+        "l2_cache_size": gpu.l2,
+        "clock_rate_ghz": gpu.clock,
+        "device_memory_size": gpu.memory,
+        "shared_memory_per_block_optin": gpu.shared - 1024,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+    }
+    fields = "\n".join(f"  {key}: {value}" for key, value in numbers.items())
     feature = "ACCELERATED_FEATURES" if gpu.capability >= 9 else "NONE"
     return f"""gpu_device_info {{
-{rows}
+{fields}
   cuda_compute_capability {{ major: {gpu.capability} feature_extension: {feature} }}
   name: "{gpu.kind}"
 }}
@@ -118,22 +158,25 @@ dnn_version_info {{ major: 9 minor: 10 }}"""
 
 @dataclass
 class Log:
-    """What the compiler wrote."""
+    """The text that a compiler wrote."""
 
     text: str = ""
-    # how many arrays the partitioner could only move by making them whole on every device
-    resharded = property(lambda self: len(re.findall(r"[Ii]nvoluntary full rematerialization", self.text)))
+
+    @property
+    def resharded(self) -> int:
+        """The number of arrays that the partitioner could only move by gathering them whole."""
+        return len(re.findall(r"[Ii]nvoluntary full rematerialization", self.text))
 
 
 @contextmanager
 def listening(stderr: bool = True) -> Iterator[Log]:
-    """Collects what a compiler writes to its log files (TPU) and, if asked, to stderr (CUDA), which is silent meanwhile."""
-    folder, log = Path(os.environ.get("TPU_LOG_DIR", "/nonexistent")), Log()
+    """Collects the text that a compiler writes to its log files (TPU) and to stderr (CUDA).
 
-    def sizes():
-        return {p: p.stat().st_size for p in folder.glob("*") if p.is_file() and not p.is_symlink()}
-
-    before = sizes()
+    With `stderr` the process's standard error is redirected while the block runs.
+    """
+    folder = Path(os.environ.get("TPU_LOG_DIR", "/nonexistent"))
+    log = Log()
+    old_sizes = _file_sizes(folder)
     with tempfile.TemporaryFile() as captured:
         original = os.dup(2)
         if stderr:
@@ -145,5 +188,11 @@ def listening(stderr: bool = True) -> Iterator[Log]:
             os.close(original)
             captured.seek(0)
             log.text = captured.read().decode(errors="replace")
-            for path in sizes():
-                log.text += path.read_bytes()[before.get(path, 0) :].decode(errors="replace")
+            for path in _file_sizes(folder):
+                log.text += path.read_bytes()[old_sizes.get(path, 0) :].decode(errors="replace")
+
+
+def _file_sizes(folder: Path) -> dict[Path, int]:
+    """{file: its size} of a folder, without links."""
+    files = (path for path in folder.glob("*") if path.is_file() and not path.is_symlink())
+    return {path: path.stat().st_size for path in files}

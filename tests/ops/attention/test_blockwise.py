@@ -1,4 +1,5 @@
-"""The blockwise kernel equals the reference: every mask x feature, values and all gradients, by random combination."""
+"""The blockwise kernel equals the reference: every mask x feature, values and all gradients, by
+random combination."""
 
 import logging
 from functools import partial
@@ -17,11 +18,15 @@ from jaxformer.tools.planning import hlo
 
 # float64 sums of at most a few hundred terms of order one, summed in another order.
 FLOAT64 = dict(rtol=1e-10, atol=1e-10)
-# The issue's own figure. Unit roundoff is 6e-8; gradients are sums of <= 100 terms of order one, twice through a product.
+# The issue's own figure. Unit roundoff is 6e-8; gradients are sums of <= 100 terms of order one,
+# twice through a product.
 FLOAT32 = dict(rtol=2e-5, atol=2e-5)
 
 
-DRAW = (Phase.explicit, Phase.generate)  # an example costs seconds to compile: shrinking one would take minutes
+DRAW = (
+    Phase.explicit,
+    Phase.generate,
+)  # an example costs seconds to compile: shrinking one would take minutes
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 5), st.integers(0, 2**20))
@@ -53,7 +58,9 @@ def static_masks(T: int, S: int):
         "global": masks.causal() & masks.window(2) | masks.global_tokens((0, 5)),
         "random": masks.random_blocks(1, 4, seed=3) | masks.window(0),
         "block_sparse": masks.block_sparse(layout, 4),
-        "by_head": masks.by_head(masks.causal(), masks.window(1, 1), masks.full(), masks.strided(2)),
+        "by_head": masks.by_head(
+            masks.causal(), masks.window(1, 1), masks.full(), masks.strided(2)
+        ),
         "longformer": masks.longformer(6, 2),
         "bigbird": masks.bigbird(2, random=1),
         "sparse_strided": masks.sparse_transformer_strided(4),
@@ -71,7 +78,8 @@ def dynamic_masks(rng, B: int, T: int, S: int):
         "lengths": masks.causal() & masks.lengths(kv=count(S)),
         "both_lengths": masks.lengths(count(T), count(S)),
         "prefix_by_row": masks.causal() | masks.prefix(count(S)),
-        "global_by_row": masks.window(1) | masks.global_tokens(jnp.asarray(rng.random((B, S)) < 0.3)),
+        "global_by_row": masks.window(1)
+        | masks.global_tokens(jnp.asarray(rng.random((B, S)) < 0.3)),
         "offset": masks.causal().at(jnp.asarray(S - T)),
     }
 
@@ -88,7 +96,10 @@ def options_of(kind: str | None, arrays, learned):
             bias = ops.alibi(arrays[0].shape[2])
         case "function":
             rate = learned.pop("rate")
-            bias = lambda q, kv: rate[:, None, None] * jnp.cos(q[:, None] - 2.0 * kv[None, :]).astype(rate.dtype)[None]
+            bias = lambda q, kv: (
+                rate[:, None, None]
+                * jnp.cos(q[:, None] - 2.0 * kv[None, :]).astype(rate.dtype)[None]
+            )
         case _:
             bias = learned.pop("bias", None)
     return dict(bias=bias, **learned)
@@ -126,18 +137,23 @@ def draw_case(draw, dtype):
 
 
 def both(arrays, learned, kind, fixed, block):
-    """(output, gradients) of the reference and, unless block is None, of the kernel, from one program."""
+    """(output, gradients) of the reference and, unless block is None, of the kernel, from one
+    program."""
 
     def kernel(*arrays, mask, dropout_rate=0.0, dropout_key=None, **options):
         seed = dropout_seed(dropout_rate, dropout_key)
-        options |= dict(scale=arrays[0].shape[-1] ** -0.5, dropout_rate=dropout_rate, dropout_seed=seed)
+        options |= dict(
+            scale=arrays[0].shape[-1] ** -0.5, dropout_rate=dropout_rate, dropout_seed=seed
+        )
         return blockwise.attention(*arrays, Call(mask.sized(arrays[1].shape[1]), **options), block)
 
     @jax.jit
     def run(arrays, learned, g):
         results = []
         for f in (partial(attention, implementation="reference"), kernel)[: 2 if block else 1]:
-            call = lambda arrays, learned, f=f: f(*arrays, **fixed, **options_of(kind, arrays, learned))
+            call = lambda arrays, learned, f=f: f(
+                *arrays, **fixed, **options_of(kind, arrays, learned)
+            )
             out, pullback = jax.vjp(call, arrays, learned)
             results.append((out, pullback(g)))
         return results
@@ -177,7 +193,8 @@ def test_equals_the_reference_in_float32(data):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", static_masks(11, 13))
 def test_every_mask_at_a_size_of_many_blocks(name):
-    """Many blocks of every kind, with ragged ends, under the block size that the kernel chooses and under small ones."""
+    """Many blocks of every kind, with ragged ends, under the block size that the kernel chooses and
+    under small ones."""
     rng = np.random.default_rng(0)
     arrays = tuple(jnp.asarray(rng.normal(size=(1, n, 4, 4)), jnp.float32) for n in (67, 75, 75))
     fixed = dict(mask=static_masks(67, 75)[name])
@@ -195,19 +212,27 @@ def test_every_mask_at_a_size_of_many_blocks(name):
 )
 def test_a_bias_array_in_blocks_of_one(block, shape):
     """A block of one query or key is not an axis that is broadcast."""
-    normal = lambda *shape: jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+    normal = lambda *shape: jnp.asarray(
+        np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32
+    )
     arrays = normal(2, 5, 4, 3), normal(2, 4, 2, 3), normal(2, 4, 2, 2)
-    assert_equal(*both(arrays, {"bias": normal(*shape)}, "array", dict(mask=masks.causal()), (*block, block[1])), FLOAT32)
+    assert_equal(
+        *both(
+            arrays, {"bias": normal(*shape)}, "array", dict(mask=masks.causal()), (*block, block[1])
+        ),
+        FLOAT32,
+    )
 
 
 @pytest.mark.thorough
 @settings(deadline=None, max_examples=3, derandomize=True, phases=DRAW)
 @given(st.data())
 def test_bfloat16_is_within_its_rounding_of_a_float64_truth(data):
-    """The kernel's error is at most twice the reference's own, plus the rounding of its output, 2^-9 of |out| <= 3.
+    """The kernel's error is at most twice the reference's own, plus the rounding of its output,
+    2^-9 of |out| <= 3.
 
-    Its backward pass subtracts d_out . out, with the output as rounded: 2^-9 x 3 x sqrt(6) terms of d_out, and again
-    times a query or key of up to 2.
+    Its backward pass subtracts d_out . out, with the output as rounded: 2^-9 x 3 x sqrt(6) terms of
+    d_out, and again times a query or key of up to 2.
     """
     arrays, learned, kind, fixed, block = draw_case(data.draw, jnp.bfloat16)
     reference, kernel = both(arrays, learned, kind, fixed, block)
@@ -225,16 +250,26 @@ def test_bfloat16_is_within_its_rounding_of_a_float64_truth(data):
 
 def random_arrays(seed=0, B=2, T=12, S=12, N=4, K=2, H=8):
     rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H)))
+    return tuple(
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, H))
+    )
 
 
 @pytest.mark.thorough
 def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
     call = Call(masks.lengths(kv=jnp.array([0, 5])))
-    f = jax.jit(lambda *arrays: jax.vjp(lambda *a: blockwise.attention(*a, call, (4, 4, 4)), *arrays)[1](arrays[0]))
+    f = jax.jit(
+        lambda *arrays: jax.vjp(lambda *a: blockwise.attention(*a, call, (4, 4, 4)), *arrays)[1](
+            arrays[0]
+        )
+    )
     arrays = random_arrays()
     out, gradients = blockwise.attention(*arrays, call, (4, 4, 4)), f(*arrays)
-    assert all((x[0] == 0).all() and np.isfinite(x).all() and (x[1] != 0).any() for x in map(np.asarray, (out, *gradients)))
+    assert all(
+        (x[0] == 0).all() and np.isfinite(x).all() and (x[1] != 0).any()
+        for x in map(np.asarray, (out, *gradients))
+    )
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "global", "sparse_fixed", "random", "not"])
@@ -242,9 +277,16 @@ def test_visits_are_the_blocks_that_are_not_empty(mask):
     grid = blocks.Grid(41, 43, 4, 8, 8)
     mask = static_masks(41, 43)[mask].sized(43)
     kinds = mask.blocks(41, 43, (4, 8))
-    visited = sorted((i, int(j)) for starts, columns in blocks.find_visits(mask, grid).values()
-                     for i in range(grid.nq) for j in columns[starts[i] : starts[i + 1]])  # fmt: skip
-    assert visited == sorted(zip(*map(np.ndarray.tolist, np.nonzero(kinds)), strict=True)) and (kinds == 0).any()
+    visited = sorted(
+        (i, int(j))
+        for starts, columns in blocks.find_visits(mask, grid).values()
+        for i in range(grid.nq)
+        for j in columns[starts[i] : starts[i + 1]]
+    )
+    assert (
+        visited == sorted(zip(*map(np.ndarray.tolist, np.nonzero(kinds)), strict=True))
+        and (kinds == 0).any()
+    )
 
 
 @pytest.mark.thorough
@@ -261,7 +303,9 @@ MASK = masks.causal() & masks.window(5) | masks.prefix(2)
 
 
 def loss(implementation, query, key, value):
-    return (attention(query, key, value, mask=MASK, implementation=implementation, softcap=3.0) ** 2).sum()
+    return (
+        attention(query, key, value, mask=MASK, implementation=implementation, softcap=3.0) ** 2
+    ).sum()
 
 
 def gradients(implementation):
@@ -279,7 +323,9 @@ def test_under_every_transformation(implementation):
     one = lambda *a: gradients(implementation)(*(x[None] for x in a))
     under = {
         "vmap": lambda *a: jax.tree.map(lambda x: x[:, 0], jax.vmap(one)(*a)),
-        "scan": lambda *a: jax.tree.map(lambda x: x[:, 0], jax.lax.scan(lambda _, x: (None, one(*x)), None, a)[1]),
+        "scan": lambda *a: jax.tree.map(
+            lambda x: x[:, 0], jax.lax.scan(lambda _, x: (None, one(*x)), None, a)[1]
+        ),
         "checkpoint": jax.grad(jax.checkpoint(partial(loss, implementation)), (0, 1, 2)),
     }
     all_of_them = jax.jit(lambda *a: jax.tree.map(lambda f: f(*a), under))
@@ -302,11 +348,15 @@ def test_without_jit(implementation):
 @pytest.mark.parametrize("implementation", ["reference", "query_blocked", "blockwise"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 def test_on_meshes(kind, implementation):
-    """Batch and heads sharded over 4 x 2 devices: the compiler's sharding, sharding in types, and shard_map."""
+    """Batch and heads sharded over 4 x 2 devices: the compiler's sharding, sharding in types, and
+    shard_map."""
     arrays = random_arrays(B=4)
     expected = reference(*arrays)
     axis = AxisType.Explicit if kind == "Explicit" else AxisType.Auto
-    mesh, spec = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(axis,) * 2), P("data", None, "tensor", None)
+    mesh, spec = (
+        jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(axis,) * 2),
+        P("data", None, "tensor", None),
+    )
     f = gradients(implementation)
     if kind == "Manual":
         f = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -324,7 +374,10 @@ def test_the_choice_is_made_by_length_and_said_once(caplog):
             jax.eval_shape(attention, *short)
             text = str(jax.make_jaxpr(attention)(*long))
     assert "1024,1024" not in text
-    assert caplog.messages == ["attention on cpu: reference (short)", "attention on cpu: blockwise (long)"]
+    assert caplog.messages == [
+        "attention on cpu: reference (short)",
+        "attention on cpu: blockwise (long)",
+    ]
 
 
 def test_what_no_kernel_has_is_refused_by_name():
@@ -336,7 +389,9 @@ def test_what_no_kernel_has_is_refused_by_name():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mask", [masks.causal(), masks.causal() & masks.window(64)], ids=["causal", "window"])
+@pytest.mark.parametrize(
+    "mask", [masks.causal(), masks.causal() & masks.window(64)], ids=["causal", "window"]
+)
 def test_products_of_16_bits_read_16_bits(mask):
     """XLA:CPU converts the operands of a product in a loop to float32 if one is transposed there.
 
@@ -345,7 +400,11 @@ def test_products_of_16_bits_read_16_bits(mask):
 
     def bytes_of_products(dtype):
         arrays = [jax.ShapeDtypeStruct((1, 1024, 4, 64), dtype)] * 3
-        total = lambda *arrays: jnp.sum(attention(*arrays, mask=mask, implementation="blockwise").astype(jnp.float32))
-        return hlo.traffic(jax.jit(jax.grad(total, (0, 1, 2))).lower(*arrays).compile().as_text()).products
+        total = lambda *arrays: jnp.sum(
+            attention(*arrays, mask=mask, implementation="blockwise").astype(jnp.float32)
+        )
+        return hlo.traffic(
+            jax.jit(jax.grad(total, (0, 1, 2))).lower(*arrays).compile().as_text()
+        ).products
 
     assert 0 < bytes_of_products(jnp.bfloat16) < 0.75 * bytes_of_products(jnp.float32)

@@ -1,4 +1,5 @@
-"""cuDNN's masks: what `plan` asks of `jax.nn.dot_product_attention` is what our masks mean; the rest is refused by name."""
+"""cuDNN's masks: what `plan` asks of `jax.nn.dot_product_attention` is what our masks mean; the
+rest is refused by name."""
 
 from functools import partial
 
@@ -12,7 +13,8 @@ from jaxformer.ops.attention import attention, cudnn
 from jaxformer.ops.attention.call import Call
 from jaxformer.parallel import Mesh, make_mesh
 
-# float32 unit roundoff is 6e-8; the scores are sums of 8 products of order one, the gradients of a few dozen.
+# float32 unit roundoff is 6e-8; the scores are sums of 8 products of order one, the gradients of a
+# few dozen.
 FLOAT32 = dict(rtol=1e-5, atol=1e-5)
 
 PLANNED = [  # mask, T, S, the keywords that it becomes (lengths by name)
@@ -25,17 +27,32 @@ PLANNED = [  # mask, T, S, the keywords that it becomes (lengths by name)
     (masks.causal(), 1, 8, set()),  # a decoding step
     (masks.causal() & masks.window(7), 1, 8, set()),
     (masks.causal().at(8), 2, 8, set()),
-    (masks.lengths(jnp.array([3, 9, 0]), jnp.array([4, 99, 2])), 6, 9, {"query_seq_lengths", "key_value_seq_lengths"}),
+    (
+        masks.lengths(jnp.array([3, 9, 0]), jnp.array([4, 99, 2])),
+        6,
+        9,
+        {"query_seq_lengths", "key_value_seq_lengths"},
+    ),
     (masks.lengths(kv=jnp.array([4, 0, -3])), 6, 9, {"query_seq_lengths", "key_value_seq_lengths"}),
     (masks.causal() & masks.lengths(kv=jnp.array([3, 0, 7])), 7, 7, {"is_causal"}),
-    (masks.window(2) & masks.lengths(kv=jnp.array([3, 0, 7])), 7, 7, {"is_causal", "local_window_size"}),
+    (
+        masks.window(2) & masks.lengths(kv=jnp.array([3, 0, 7])),
+        7,
+        7,
+        {"is_causal", "local_window_size"},
+    ),
     (
         masks.window(1) & masks.lengths(kv=jnp.array([1])) & masks.lengths(jnp.array([6, 7, 1])),
         7,
         7,
         {"local_window_size"},
     ),
-    (masks.causal() & masks.window(20) & masks.lengths(kv=jnp.array([3, 0, 7])), 7, 7, {"is_causal"}),
+    (
+        masks.causal() & masks.window(20) & masks.lengths(kv=jnp.array([3, 0, 7])),
+        7,
+        7,
+        {"is_causal"},
+    ),
 ]
 
 
@@ -58,18 +75,27 @@ def named(value) -> str:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("mask", "T", "S", "keywords"), PLANNED, ids=named)
 def test_the_plan_is_the_mask(mask, T, S, keywords):
-    """Value and all gradients, also of queries that see nothing; run by XLA, which computes what cuDNN is asked for."""
+    """Value and all gradients, also of queries that see nothing; run by XLA, which computes what
+    cuDNN is asked for."""
     query, key, value, g = arrays(T, S)
     planned = cudnn.plan(mask, T, S)
     assert keywords <= set(planned)
     assert ("local_window_size" in planned) == ("local_window_size" in keywords)
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, 4, T, 1)), jnp.float32)
     ours = value_and_vjp(
-        lambda q, k, v, b: cudnn.run(q, k, v, bias=b, scale=0.3, planned=planned, implementation="xla"),
-        g, query, key, value, bias,
-    )  # fmt: skip
+        lambda q, k, v, b: cudnn.run(
+            q, k, v, bias=b, scale=0.3, planned=planned, implementation="xla"
+        ),
+        g,
+        query,
+        key,
+        value,
+        bias,
+    )
     reference = partial(attention, mask=mask, scale=0.3, implementation="reference")
-    theirs = value_and_vjp(lambda q, k, v, b: reference(q, k, v, bias=b), g, query, key, value, bias)
+    theirs = value_and_vjp(
+        lambda q, k, v, b: reference(q, k, v, bias=b), g, query, key, value, bias
+    )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **FLOAT32), ours, theirs)
 
 
@@ -109,7 +135,9 @@ def test_masks_that_cudnn_lacks(mask, T, S):
 
 def test_refusals_name_what_is_missing():
     query, key, value, _ = arrays(6, 6, dtype=jnp.bfloat16)
-    refuses = lambda *args, mask=masks.causal(), **options: cudnn.refuses(*args, Call(mask, **options))
+    refuses = lambda *args, mask=masks.causal(), **options: cudnn.refuses(
+        *args, Call(mask, **options)
+    )
     assert refuses(query, key, value) is None
     assert refuses(query, key, value, bias=jnp.ones((1, 4, 1, 6), jnp.bfloat16)) is None
     assert refuses(query, key, value, dropout_rate=0.5) is None  # no key, no dropout
@@ -126,7 +154,8 @@ def test_refusals_name_what_is_missing():
 
 
 def test_refusals_look_at_shapes_alone():
-    """Arguments may be traced, and the offset of a mask too: then nobody knows which keys it hides."""
+    """Arguments may be traced, and the offset of a mask too: then nobody knows which keys it
+    hides."""
 
     @jax.jit
     def traced(query, key, value, lengths, offset):
@@ -137,7 +166,9 @@ def test_refusals_look_at_shapes_alone():
     traced(*arrays(6, 6, dtype=jnp.bfloat16)[:3], jnp.arange(3), 0)
 
 
-@pytest.mark.parametrize("flag", ["--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops"])
+@pytest.mark.parametrize(
+    "flag", ["--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops"]
+)
 def test_equal_calls_of_a_deterministic_program_have_distinct_scales(flag, monkeypatch):
     """By the last bits of a scale, which the kernel does not read."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
@@ -154,33 +185,44 @@ def test_equal_calls_of_a_deterministic_program_have_distinct_scales(flag, monke
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mask", "T", "S", "keywords"), PLANNED, ids=named)
 def test_on_a_gpu(mask, T, S, keywords):
-    """The real kernel in bfloat16 against float32 arithmetic on the same numbers, at widths a GPU is used with."""
+    """The real kernel in bfloat16 against float32 arithmetic on the same numbers, at widths a GPU
+    is used with."""
     if jax.default_backend() != "gpu":
         pytest.skip("needs a GPU, and JAX_PLATFORMS=cuda")
     query, key, value, g = arrays(T, S, H=64, dtype=jnp.bfloat16)
-    ours = value_and_vjp(partial(cudnn.attention, call=Call(mask, scale=0.125)), g, query, key, value)
+    ours = value_and_vjp(
+        partial(cudnn.attention, call=Call(mask, scale=0.125)), g, query, key, value
+    )
     exact = [x.astype(jnp.float32) for x in (g, query, key, value)]
     reference = partial(attention, mask=mask, scale=0.125, implementation="reference")
     with jax.default_matmul_precision("highest"):
         theirs = value_and_vjp(reference, *exact)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.isfinite(a).all()
-        # weights, their gradients and the result are rounded once each, by 2^-9 of themselves: 4 * 2^-8 in norm
+        # weights, their gradients and the result are rounded once each, by 2^-9 of themselves: 4 *
+        # 2^-8 in norm
         assert np.linalg.norm(a - b) <= 2.0**-6 * np.linalg.norm(b)
 
 
 @pytest.mark.thorough
 def test_on_a_mesh_each_device_has_its_rows_and_heads(monkeypatch):
-    """By XLA in cuDNN's place, which would be given a part of the batch and of the heads: the same values and gradients."""
+    """By XLA in cuDNN's place, which would be given a part of the batch and of the heads: the same
+    values and gradients."""
     monkeypatch.setattr(cudnn, "refuses", lambda *args, **options: None)  # float32 here
     run, shapes = cudnn.run, []
     monkeypatch.setattr(
-        cudnn, "run", lambda q, *rest, **options: shapes.append(q.shape) or run(q, *rest, **options | {"implementation": "xla"})
-    )  # fmt: skip
+        cudnn,
+        "run",
+        lambda q, *rest, **options: (
+            shapes.append(q.shape) or run(q, *rest, **options | {"implementation": "xla"})
+        ),
+    )
     query, key, value, g = arrays(8, 8, B=4)
     mask = masks.causal() & masks.lengths(kv=jnp.array([3, 0, 7, 8]))
     bias = jnp.asarray(np.random.default_rng(1).normal(size=(1, 4, 8, 1)), jnp.float32)
-    call = lambda name: lambda q, k, v, b: attention(q, k, v, mask=mask, bias=b, implementation=name)
+    call = lambda name: (
+        lambda q, k, v, b: attention(q, k, v, mask=mask, bias=b, implementation=name)
+    )
     theirs = value_and_vjp(call("reference"), g, query, key, value, bias)
     with jax.set_mesh(make_mesh(Mesh(data=2, fsdp=2, tensor=2))):
         ours = value_and_vjp(call("cudnn"), g, query, key, value, bias)

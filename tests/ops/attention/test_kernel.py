@@ -1,4 +1,5 @@
-"""The joint `Kernel`: what is chosen, what is refused, who calls it, and whether `check_kernel` finds a wrong one."""
+"""The joint `Kernel`: what is chosen, what is refused, who calls it, and whether `check_kernel`
+finds a wrong one."""
 
 import logging
 from dataclasses import replace
@@ -66,13 +67,21 @@ def test_our_kernels_are_the_reference_in_random_cases(name, capsys):
     report = check_kernel(OURS[name], cases=CASES[:1], draws=12, seed=3)
     assert not report.wrong and capsys.readouterr().out == f"{report}\n"
     refused = {result.case for result in report.results if result.refuses}
-    biased = {case for case in random_cases(12, 3) if any(option.startswith("bias") for option in case.options)}
+    biased = {
+        case
+        for case in random_cases(12, 3)
+        if any(option.startswith("bias") for option in case.options)
+    }
     assert refused == (biased if name == "query_blocked" else set()) and biased
 
 
 @pytest.mark.thorough
 def test_the_kernel_of_tpus_is_the_reference_in_16_bits():
-    cases = [Case("causal segments", ("sinks",), 129, 129), Case("causal", ("softcap",), 127, 129), Case(options=("bias",))]
+    cases = [
+        Case("causal segments", ("sinks",), 129, 129),
+        Case("causal", ("softcap",), 127, 129),
+        Case(options=("bias",)),
+    ]
     report = check_kernel(OURS["splash"], cases=cases, draws=0, dtype=jnp.bfloat16)
     assert [result.refuses for result in report.results] == [None, None, "bias"]
 
@@ -87,7 +96,13 @@ def wrong(name):
         return lambda q, k, v, call: exact(q, k, v, replace(call, **{field: None}))
 
     def overflowing(q, k, v, call):
-        return reference(q, k, v, call, lambda scores, sinks: jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True))[0]
+        return reference(
+            q,
+            k,
+            v,
+            call,
+            lambda scores, sinks: jnp.exp(scores) / jnp.exp(scores).sum(-1, keepdims=True),
+        )[0]
 
     def narrow(q, k, v, call):
         half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
@@ -108,15 +123,23 @@ def wrong(name):
     def one_block(q, k, v, call):
         """Keys behind the last whole block of 64 are forgotten."""
         S = k.shape[1] // 64 * 64 or k.shape[1]
-        return exact(q, k[:, :S], v[:, :S], replace(call, mask=call.mask.at(k.shape[1] - q.shape[1])))
+        return exact(
+            q, k[:, :S], v[:, :S], replace(call, mask=call.mask.at(k.shape[1] - q.shape[1]))
+        )
 
     return {
         "softcap is ignored": (without("softcap"), Case(options=("softcap",))),
         "sinks are ignored": (without("sinks"), Case(options=("sinks",))),
         "a bias is ignored": (without("bias"), Case(options=("bias by key",))),
         "a mask is ignored": (masked(lambda mask: masks.full()), Case()),
-        "a window is one too long": (masked(lambda mask: masks.causal() & masks.window(21)), Case("causal window")),
-        "segments are ignored": (masked(lambda mask: masks.causal()), Case("causal segments", (), 129, 129)),
+        "a window is one too long": (
+            masked(lambda mask: masks.causal() & masks.window(21)),
+            Case("causal window"),
+        ),
+        "segments are ignored": (
+            masked(lambda mask: masks.causal()),
+            Case("causal segments", (), 129, 129),
+        ),
         "no maximum is subtracted": (overflowing, Case(large_scores=True)),
         "a row without keys is NaN": (overflowing, Case("hidden keys")),
         "products have 16 bits": (narrow, Case()),
@@ -124,9 +147,14 @@ def wrong(name):
         "other weights are dropped": (own_dropout, Case(options=("dropout",))),
         "the first query is at the first key": (top_left, Case("causal", (), 127, 129)),
         "the last keys are forgotten": (one_block, Case("full", (), 129, 129)),
-        "the keys have no gradient": (lambda q, k, v, call: exact(q, jax.lax.stop_gradient(k), v, call), Case()),
+        "the keys have no gradient": (
+            lambda q, k, v, call: exact(q, jax.lax.stop_gradient(k), v, call),
+            Case(),
+        ),
         "the sinks have no gradient": (
-            lambda q, k, v, call: exact(q, k, v, replace(call, sinks=jax.lax.stop_gradient(call.sinks))),
+            lambda q, k, v, call: exact(
+                q, k, v, replace(call, sinks=jax.lax.stop_gradient(call.sinks))
+            ),
             Case(options=("sinks",)),
         ),
     }[name]
@@ -134,13 +162,24 @@ def wrong(name):
 
 QUICK = ("softcap is ignored", "the keys have no gradient", "a row without keys is NaN")
 SLOW = (
-    "sinks are ignored", "a bias is ignored", "a mask is ignored", "a window is one too long", "segments are ignored",
-    "no maximum is subtracted", "products have 16 bits", "heads are grouped in turns", "other weights are dropped",
-    "the first query is at the first key", "the last keys are forgotten", "the sinks have no gradient",
-)  # fmt: skip
+    "sinks are ignored",
+    "a bias is ignored",
+    "a mask is ignored",
+    "a window is one too long",
+    "segments are ignored",
+    "no maximum is subtracted",
+    "products have 16 bits",
+    "heads are grouped in turns",
+    "other weights are dropped",
+    "the first query is at the first key",
+    "the last keys are forgotten",
+    "the sinks have no gradient",
+)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in SLOW)]
+)
 def test_a_wrong_kernel_is_found(name):
     function, case = wrong(name)
     with pytest.raises(AssertionError, match=r"wrong: 1 of 1 cases are wrong") as caught:
@@ -177,7 +216,9 @@ def test_a_kernel_for_inference_is_checked_without_gradients():
     forward.defvjp(lambda *arguments: (forward(*arguments), None), refuse)
     kernel = Kernel("inference", forward, never_refuses)
     case = Case(T=1, S=1)
-    assert check_kernel(kernel, cases=[case], draws=0, gradients=False).results[0].differences.keys() == {"output"}
+    assert check_kernel(kernel, cases=[case], draws=0, gradients=False).results[
+        0
+    ].differences.keys() == {"output"}
     with pytest.raises(NotImplementedError, match="no gradients"):
         check_kernel(kernel, cases=[case], draws=0)
 
@@ -194,18 +235,24 @@ def test_a_kernel_is_called_in_place_of_a_name():
     kernel, shapes = counted(MINE)
     options = dict(mask=masks.causal(), softcap=2.0)
     found = attention(*heads(), implementation=kernel, **options)
-    np.testing.assert_allclose(found, attention(*heads(), implementation="reference", **options), **CLOSE)
+    np.testing.assert_allclose(
+        found, attention(*heads(), implementation="reference", **options), **CLOSE
+    )
     assert shapes == [(2, 5, 4, 4)]
 
 
 @pytest.mark.parametrize(
-    "implementation", ["query_blocked", CAUSAL, OURS["query_blocked"]], ids=["a name", "a kernel of a user", "a kernel of ours"]
+    "implementation",
+    ["query_blocked", CAUSAL, OURS["query_blocked"]],
+    ids=["a name", "a kernel of a user", "a kernel of ours"],
 )
 def test_what_is_named_alone_refuses_with_its_reason(implementation):
     """Also on a platform that it is not for: whoever names a kernel means it."""
     name = getattr(implementation, "name", implementation)
     bias = jnp.zeros((1, 1, 5, 5))
-    with pytest.raises(NotImplementedError, match=f"{name}: no bias; implementation='blockwise' has it"):
+    with pytest.raises(
+        NotImplementedError, match=f"{name}: no bias; implementation='blockwise' has it"
+    ):
         attention(*heads(), mask=masks.causal(), bias=bias, implementation=implementation)
     elsewhere, shapes = counted(replace(MINE, platforms=("tpu",)))
     attention(*heads(), implementation=elsewhere)
@@ -237,7 +284,9 @@ def test_if_all_refuse_one_error_has_every_reason():
     )
     bias = jnp.zeros((1, 1, 5, 5))
     with pytest.raises(NotImplementedError, match=said):
-        attention(*heads(), bias=bias, softcap=2.0, implementation=(CAUSAL, "query_blocked", "splash"))
+        attention(
+            *heads(), bias=bias, softcap=2.0, implementation=(CAUSAL, "query_blocked", "splash")
+        )
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda"])
@@ -247,10 +296,14 @@ def test_a_gpu_has_two_names(platform):
 
 
 def test_only_the_reference_returns_weights():
-    with pytest.raises(NotImplementedError, match="mine: no weights to return; implementation='reference' has it"):
+    with pytest.raises(
+        NotImplementedError, match="mine: no weights to return; implementation='reference' has it"
+    ):
         attention(*heads(), implementation=MINE, return_weights=True)
     positions = jnp.arange(5)[None], jnp.arange(5)[None]
-    with pytest.raises(NotImplementedError, match="mine: no positions by row; implementation='reference' has it"):
+    with pytest.raises(
+        NotImplementedError, match="mine: no positions by row; implementation='reference' has it"
+    ):
         attention(*heads(), implementation=MINE, positions=positions)
     mine, shapes = counted(MINE)
     _, weights = attention(*heads(), implementation=(mine, "reference"), return_weights=True)
@@ -260,11 +313,16 @@ def test_only_the_reference_returns_weights():
 def test_the_earlier_name_is_the_same_kernel_with_one_warning(caplog):
     _warn_once.cache_clear()
     model = ModelConfig(13, 1, 8, 2, context_length=8)
-    earlier, now = (replace(model, attention_implementation=name) for name in ("rows", "query_blocked"))
+    earlier, now = (
+        replace(model, attention_implementation=name) for name in ("rows", "query_blocked")
+    )
     assert config.fingerprint(earlier) == config.fingerprint(now) == config.fingerprint(model)
     params = models.init(model, jax.random.key(0))
     with caplog.at_level(logging.WARNING, "jaxformer"):
-        found = [models.apply(each, params, jnp.ones((1, 8), int)).logits for each in (earlier, now, earlier)]
+        found = [
+            models.apply(each, params, jnp.ones((1, 8), int)).logits
+            for each in (earlier, now, earlier)
+        ]
     np.testing.assert_array_equal(found[0], found[1])
     assert caplog.messages == ["attention: the implementation 'rows' is now 'query_blocked'"]
 
@@ -281,19 +339,29 @@ def as_users_call():
 
 
 NO_IMPLEMENTATION = {
-    "name": "flash", "nothing": (), "name in a tuple": ("reference", "flash"), "number": 3, "function": exact,
-    "list": [MINE], "None in a tuple": (MINE, None),
-}  # fmt: skip
+    "name": "flash",
+    "nothing": (),
+    "name in a tuple": ("reference", "flash"),
+    "number": 3,
+    "function": exact,
+    "list": [MINE],
+    "None in a tuple": (MINE, None),
+}
 
 
 @pytest.mark.usefixtures("as_users_call")
 @pytest.mark.parametrize("value", NO_IMPLEMENTATION.values(), ids=NO_IMPLEMENTATION)
 def test_what_is_no_implementation_is_refused(value):
-    expected = "attention_implementation=.*expected None, one of reference, query_blocked, .*, a Kernel, or a tuple"
+    expected = (
+        "attention_implementation=.*expected None, one of reference, query_blocked, .*, a "
+        "Kernel, or a tuple"
+    )
     with pytest.raises(ConfigError, match=expected) as caught:
         ModelConfig(13, 1, 8, 2, context_length=8, attention_implementation=value)
     assert "\n" not in str(caught.value)
-    with pytest.raises(NotImplementedError, match=r"attention\(implementation=.*: expected None, one of reference"):
+    with pytest.raises(
+        NotImplementedError, match=r"attention\(implementation=.*: expected None, one of reference"
+    ):
         attention(*heads(), implementation=value)
 
 
@@ -302,7 +370,10 @@ def test_what_is_no_implementation_is_refused(value):
     ("change", "said"),
     [
         (dict(name=""), "Kernel.name='': expected a name"),
-        (dict(attention="flash"), r"Kernel\('mine'\).attention: expected a function \(query, key, value, call\)"),
+        (
+            dict(attention="flash"),
+            r"Kernel\('mine'\).attention: expected a function \(query, key, value, call\)",
+        ),
         (dict(refuses=None), r"Kernel\('mine'\).refuses: expected a function"),
         (dict(platforms="tpu"), r"platforms='tpu': expected a tuple of texts, as \(\"tpu\",\)"),
     ],
@@ -316,7 +387,8 @@ def test_another_shape_type_or_reason_is_refused_where_it_arises():
     """Otherwise a projection of the model would speak of it."""
     swapped = replace(MINE, attention=lambda *arguments: exact(*arguments).swapaxes(1, 2))
     with pytest.raises(
-        ConfigError, match=r"Kernel 'mine': its output is float32\[2, 4, 5, 4\]; expected float32\[2, 5, 4, 4\]"
+        ConfigError,
+        match=r"Kernel 'mine': its output is float32\[2, 4, 5, 4\]; expected float32\[2, 5, 4, 4\]",
     ):
         attention(*heads(), implementation=swapped)
     wide = replace(MINE, attention=lambda *arguments: exact(*arguments).astype(jnp.float32))
@@ -325,8 +397,13 @@ def test_another_shape_type_or_reason_is_refused_where_it_arises():
     with pytest.raises(ConfigError, match="its output is tuple; expected"):
         attention(*heads(), implementation=replace(MINE, attention=reference))
     for reason in (True, ""):
-        with pytest.raises(ConfigError, match=rf"refuses\(...\) gave {reason!r}; expected None, or in a few words"):
-            attention(*heads(), implementation=replace(MINE, refuses=lambda *arguments, reason=reason: reason))
+        with pytest.raises(
+            ConfigError, match=rf"refuses\(...\) gave {reason!r}; expected None, or in a few words"
+        ):
+            attention(
+                *heads(),
+                implementation=replace(MINE, refuses=lambda *arguments, reason=reason: reason),
+            )
 
 
 # Everything of a model that attends calls it
@@ -356,7 +433,13 @@ BOTH_WAYS = "Longformer", "BigBird"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("self-attention", "gated") else pytest.mark.thorough) for name in VARIANTS]
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in ("self-attention", "gated") else pytest.mark.thorough
+        )
+        for name in VARIANTS
+    ],
 )
 def test_self_attention_and_variants_call_it(name):
     model = replace(MODEL, mixer=VARIANTS[name])
@@ -376,14 +459,22 @@ def test_linformer_calls_it():
     model = replace(MODEL, mixer=zoo.Linformer(rank=4), masks=(masks.full(),))
     kernel, shapes = counted(MINE)
     expected = logits(model)
-    np.testing.assert_allclose(logits(replace(model, attention_implementation=kernel)), expected, **CLOSE)
+    np.testing.assert_allclose(
+        logits(replace(model, attention_implementation=kernel)), expected, **CLOSE
+    )
     assert shapes and all(shape[1:] == (8, 4, 4) for shape in shapes)
 
 
 def test_sigmoid_attention_refuses_it():
-    with pytest.raises(NotImplementedError, match=r"mine, blockwise: no sigmoid attention; .*'reference' has it"):
-        models.spec(replace(MODEL, mixer=zoo.sigmoid.sigmoid, attention_implementation=(MINE, "blockwise")))
-    assert models.spec(replace(MODEL, mixer=zoo.sigmoid.sigmoid, attention_implementation=(MINE, "reference")))
+    with pytest.raises(
+        NotImplementedError, match=r"mine, blockwise: no sigmoid attention; .*'reference' has it"
+    ):
+        models.spec(
+            replace(MODEL, mixer=zoo.sigmoid.sigmoid, attention_implementation=(MINE, "blockwise"))
+        )
+    assert models.spec(
+        replace(MODEL, mixer=zoo.sigmoid.sigmoid, attention_implementation=(MINE, "reference"))
+    )
 
 
 @pytest.mark.thorough
@@ -425,14 +516,18 @@ def test_dropout_in_training_is_refused_and_not_left_out():
     dropping = replace(MODEL, attention_dropout_rate=0.1, attention_implementation=CAUSAL)
     params = models.init(dropping, jax.random.key(0))
     models.apply(dropping, params, TOKENS)
-    with pytest.raises(NotImplementedError, match="causal: no dropout; implementation='blockwise' has it"):
+    with pytest.raises(
+        NotImplementedError, match="causal: no dropout; implementation='blockwise' has it"
+    ):
         models.apply(dropping, params, TOKENS, dropout_key=jax.random.key(1))
 
 
 @pytest.mark.thorough
 def test_on_a_mesh_gradients_are_those_of_one_device():
     def loss(implementation, *arrays):
-        return jnp.sum(jnp.sin(attention(*arrays, mask=masks.causal(), implementation=implementation)))
+        return jnp.sum(
+            jnp.sin(attention(*arrays, mask=masks.causal(), implementation=implementation))
+        )
 
     arrays = [jnp.concatenate([x] * 4) for x in heads(T=8, S=8)]
     one = jax.jit(jax.grad(partial(loss, "reference"), (0, 1, 2)))(*arrays)
@@ -468,6 +563,12 @@ def test_a_changed_kernel_is_named_as_what_differs():
 
     assert "attention_implementation" in config.execution_fields(field("splash"))
     assert "attention_implementation" not in config.execution_fields(field(MINE))
-    assert config.changes(field(MINE)).keys() - config.changes(MODEL).keys() == {"attention_implementation"}
-    differing = config.diff(config.describe(field(MINE)), config.describe(field(replace(MINE, attention=another))))
-    assert differing and all(name.startswith("attention_implementation.attention") for name in differing)
+    assert config.changes(field(MINE)).keys() - config.changes(MODEL).keys() == {
+        "attention_implementation"
+    }
+    differing = config.diff(
+        config.describe(field(MINE)), config.describe(field(replace(MINE, attention=another)))
+    )
+    assert differing and all(
+        name.startswith("attention_implementation.attention") for name in differing
+    )

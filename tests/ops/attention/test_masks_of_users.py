@@ -1,4 +1,5 @@
-"""A rule is known by its identity: a user's own rule that is named like one of ours means what it says, everywhere."""
+"""A rule is known by its identity: a user's own rule that is named like one of ours means what it
+says, everywhere."""
 
 import importlib
 import inspect
@@ -23,7 +24,9 @@ from jaxformer.ops.attention.reference import REFERENCE, reference
 T, N = 8, 2
 # float32 sums of 8 terms of order one
 FLOAT32 = dict(rtol=1e-5, atol=1e-5)
-QUERY, KEY, VALUE = (jax.random.normal(key, (2, T, N, 4)) for key in jax.random.split(jax.random.key(0), 3))
+QUERY, KEY, VALUE = (
+    jax.random.normal(key, (2, T, N, 4)) for key in jax.random.split(jax.random.key(0), 3)
+)
 IDS = jnp.ones((2, T), jnp.int32)
 HALF = np.arange(16).reshape(4, 4) % 3 == 0
 
@@ -70,22 +73,31 @@ def by_cudnn(query, key, value, *, mask, scale):
     planned = cudnn.plan(mask, T, T)
     if isinstance(planned, str):
         raise NotImplementedError(planned)
-    return cudnn.run(query, key, value, bias=None, scale=scale, planned=planned, implementation="xla")
+    return cudnn.run(
+        query, key, value, bias=None, scale=scale, planned=planned, implementation="xla"
+    )
 
 
 def by_splash(query, key, value, *, mask, scale):
-    """What the kernel is told to show, and the reference: the kernel itself takes a second to compile."""
+    """What the kernel is told to show, and the reference: the kernel itself takes a second to
+    compile."""
     if reason := splash.refuses(query, key, value, Call(mask, scale=scale)):
         raise NotImplementedError(reason)
     dynamic = [part for part in mask.conjuncts() if not part.static]
-    static = reduce(and_, [part for part in mask.conjuncts() if part.static] or [masks.full()]).at(mask.first(T, T))
+    static = reduce(and_, [part for part in mask.conjuncts() if part.static] or [masks.full()]).at(
+        mask.first(T, T)
+    )
     q, kv = np.arange(128)[:, None], np.arange(128)[None]
     shown = [
-        table.mask_function(q, kv) if hasattr(table, "mask_function") else table[slice(0, 128), slice(0, 128)]
+        table.mask_function(q, kv)
+        if hasattr(table, "mask_function")
+        else table[slice(0, 128), slice(0, 128)]
         for table in splash._tables(static, N, T, T, (128, 128))
     ]
     parts = [masks.block_sparse(np.stack(shown)[:, :T, :T], 1), *dynamic]
-    return ops.attention(query, key, value, mask=reduce(and_, parts), scale=scale, implementation="reference")
+    return ops.attention(
+        query, key, value, mask=reduce(and_, parts), scale=scale, implementation="reference"
+    )
 
 
 def softmax_of_reference(query, key, value, *, mask, scale):
@@ -98,14 +110,18 @@ def by_cache(query, key, value, *, mask, scale):
     B, places = len(query), jnp.broadcast_to(jnp.arange(T)[None], (len(query), T))
     old = cached.Slots(slots(key), slots(value), places)
     new = cached.Slots(slots(key[:, :1]), slots(value[:, :1]), jnp.full((B, 1), -1))
-    return cached.attention(query, places, old, new, Call(mask.sized(T), scale=scale), [T], jnp.int32(0))
+    return cached.attention(
+        query, places, old, new, Call(mask.sized(T), scale=scale), [T], jnp.int32(0)
+    )
 
 
 def gradient_of_gradients(query, key, value, *, mask, scale):
     """The gradient of a scalar of blockwise attention's gradients, with respect to the value."""
 
     def size_of_gradient(value):
-        slope = jax.grad(lambda x: jnp.sum(jnp.sin(blockwise.attention(query, key, x, Call(mask, scale=scale)))))
+        slope = jax.grad(
+            lambda x: jnp.sum(jnp.sin(blockwise.attention(query, key, x, Call(mask, scale=scale))))
+        )
         return jnp.sum(slope(value) ** 2)
 
     return jax.grad(size_of_gradient)(value)
@@ -130,30 +146,56 @@ EXACT = {
 }
 OTHERS = {
     "ops.attention.blocks.choose_grid": lambda mask: astuple(blocks.choose_grid(mask, 64, 64, N)),
-    "ops.attention.blocks.find_visits": lambda mask: blocks.find_visits(mask, blocks.Grid(T, T, 4, 4, 4)),
+    "ops.attention.blocks.find_visits": lambda mask: blocks.find_visits(
+        mask, blocks.Grid(T, T, 4, 4, 4)
+    ),
     "ops.attention.kernel.never_refuses": lambda mask: never_refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.cudnn.plan": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.cudnn.refuses": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),
-    "ops.attention.query_blocked.is_cheaper": lambda mask: query_blocked.is_cheaper(QUERY, KEY, Call(mask)),
-    "ops.attention.query_blocked.leaves_out": lambda mask: query_blocked.leaves_out(QUERY, KEY, Call(mask)),
-    "ops.attention.query_blocked.query_blocks": lambda mask: query_blocked.query_blocks(QUERY, KEY, Call(mask)),
-    "ops.attention.query_blocked.refuses": lambda mask: query_blocked.refuses(QUERY, KEY, VALUE, Call(mask)),
+    "ops.attention.query_blocked.is_cheaper": lambda mask: query_blocked.is_cheaper(
+        QUERY, KEY, Call(mask)
+    ),
+    "ops.attention.query_blocked.leaves_out": lambda mask: query_blocked.leaves_out(
+        QUERY, KEY, Call(mask)
+    ),
+    "ops.attention.query_blocked.query_blocks": lambda mask: query_blocked.query_blocks(
+        QUERY, KEY, Call(mask)
+    ),
+    "ops.attention.query_blocked.refuses": lambda mask: query_blocked.refuses(
+        QUERY, KEY, VALUE, Call(mask)
+    ),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
     "ops.attention.reference.second_gradients": lambda mask: exact(gradient_of_gradients, mask),
     "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),
-    "zoo.efficient_attention.attention": lambda mask: zoo.efficient_attention.attention(QUERY, KEY, VALUE, mask=mask),
-    "zoo.performer.attention": lambda mask: zoo.performer.attention(QUERY, KEY, VALUE, jnp.eye(4), mask=mask),
-    "zoo.linear_attention.attention": lambda mask: zoo.linear_attention.attention(QUERY, KEY, VALUE, mask=mask),
-    "zoo.visible.visibility": lambda mask: zoo.linear_attention.attention(QUERY, KEY, VALUE, mask=mask),
-    "zoo.linformer.attention": lambda mask: zoo.linformer.attention(QUERY, KEY, VALUE, jnp.ones((T, 3)), mask=mask),
+    "zoo.efficient_attention.attention": lambda mask: zoo.efficient_attention.attention(
+        QUERY, KEY, VALUE, mask=mask
+    ),
+    "zoo.performer.attention": lambda mask: zoo.performer.attention(
+        QUERY, KEY, VALUE, jnp.eye(4), mask=mask
+    ),
+    "zoo.linear_attention.attention": lambda mask: zoo.linear_attention.attention(
+        QUERY, KEY, VALUE, mask=mask
+    ),
+    "zoo.visible.visibility": lambda mask: zoo.linear_attention.attention(
+        QUERY, KEY, VALUE, mask=mask
+    ),
+    "zoo.linformer.attention": lambda mask: zoo.linformer.attention(
+        QUERY, KEY, VALUE, jnp.ones((T, 3)), mask=mask
+    ),
     "zoo.reformer.attention": lambda mask: zoo.reformer.attention(
-        QUERY, VALUE, zoo.reformer.random_rotations(jax.random.key(1), N, 4, 2, 2), chunk=4, mask=mask
+        QUERY,
+        VALUE,
+        zoo.reformer.random_rotations(jax.random.key(1), N, 4, 2, 2),
+        chunk=4,
+        mask=mask,
     ),
     "zoo.bigbird.attention": lambda mask: zoo.bigbird.attention(
         QUERY, KEY, VALUE, np.zeros((N, 2, 1), np.int32), block=2, mask=mask
     ),
-    "zoo.visible.segment_ids": lambda mask: zoo.visible.segment_ids("test", mask, QUERY, KEY, VALUE),
+    "zoo.visible.segment_ids": lambda mask: zoo.visible.segment_ids(
+        "test", mask, QUERY, KEY, VALUE
+    ),
     "zoo.longformer.attention": lambda mask: zoo.longformer.attention(
         QUERY, KEY, VALUE, QUERY, KEY, VALUE, window=2, global_tokens=1, mask=mask
     ),
@@ -169,7 +211,11 @@ def outcome(call, mask):
 
 def assert_same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda a, b: a == b if isinstance(a, type) else np.testing.assert_allclose(a, b, **FLOAT32), a, b)
+    jax.tree.map(
+        lambda a, b: a == b if isinstance(a, type) else np.testing.assert_allclose(a, b, **FLOAT32),
+        a,
+        b,
+    )
 
 
 def test_every_reader_of_masks_is_here():
@@ -179,7 +225,11 @@ def test_every_reader_of_masks_is_here():
             module = importlib.import_module(each.name)
             for name, value in vars(module).items():
                 function = inspect.unwrap(value) if callable(value) else value
-                own = inspect.isfunction(function) and value.__module__ == each.name and not name.startswith("_")
+                own = (
+                    inspect.isfunction(function)
+                    and value.__module__ == each.name
+                    and not name.startswith("_")
+                )
                 if own and {"mask", "call"} & inspect.signature(function).parameters.keys():
                     found.add(f"{each.name.removeprefix('jaxformer.')}.{name}")
     assert found == EXACT.keys() | OTHERS.keys()
@@ -187,7 +237,11 @@ def test_every_reader_of_masks_is_here():
 
 
 def _is_rule(value) -> bool:
-    return inspect.isfunction(value) and list(inspect.signature(value).parameters) == ["mask", "q", "kv"]
+    return inspect.isfunction(value) and list(inspect.signature(value).parameters) == [
+        "mask",
+        "q",
+        "kv",
+    ]
 
 
 QUICK = (
@@ -202,7 +256,9 @@ QUICK = (
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OURS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OURS]
+)
 def test_a_users_rule_is_not_taken_for_ours_of_its_name(name):
     mask, other = users(OURS[name], name), users(OURS[name], "something_else")
     with jax.disable_jit():  # nothing to compile: the operations are the same for every mask
@@ -220,14 +276,19 @@ def test_a_users_rule_is_not_taken_for_ours_of_its_name(name):
 
 @pytest.mark.thorough
 def test_a_users_rule_over_heads_is_asked_for_all_of_them():
-    """Splash asks each head for its own part of `by_head`; what a user's rule makes of its parts' heads is the user's."""
-    turned = Mask(lambda mask, q, kv: mask.parts[0]._evaluate(q, kv)[:, ::-1], parts=(OURS["by_head"],))
+    """Splash asks each head for its own part of `by_head`; what a user's rule makes of its parts'
+    heads is the user's."""
+    turned = Mask(
+        lambda mask, q, kv: mask.parts[0]._evaluate(q, kv)[:, ::-1], parts=(OURS["by_head"],)
+    )
     expected = exact(EXACT["ops.attention.reference.reference"], turned)
     for mask in (turned, masks.full() & turned, masks.by_head(masks.full(), masks.full()) & turned):
         np.testing.assert_allclose(exact(by_splash, mask), expected, **FLOAT32)
 
 
-@pytest.mark.parametrize("mask", [np.ones((T, T), bool), jnp.ones((2, T), bool), "causal", 3], ids=lambda x: str(type(x)))
+@pytest.mark.parametrize(
+    "mask", [np.ones((T, T), bool), jnp.ones((2, T), bool), "causal", 3], ids=lambda x: str(type(x))
+)
 def test_what_is_no_mask_is_refused_in_one_line(mask):
     arrays = [QUERY, KEY, VALUE]
     for attend, more in {
@@ -239,7 +300,10 @@ def test_what_is_no_mask_is_refused_in_one_line(mask):
         partial(inspect.unwrap(zoo.longformer.attention), window=2): arrays,
         partial(inspect.unwrap(zoo.bigbird.attention), block=2): (np.zeros((N, 2, 1), np.int32),),
     }.items():
-        with pytest.raises(ValueError, match=r"attention: a mask is a value of jaxformer.masks, not .*segments\(ids\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"attention: a mask is a value of jaxformer.masks, not .*segments\(ids\)",
+        ):
             inspect.unwrap(attend)(*arrays, *more, mask=mask)
     rotations = zoo.reformer.random_rotations(jax.random.key(1), N, 4, 2, 2)
     with pytest.raises(ValueError, match="lsh_attention: a mask is a value"):

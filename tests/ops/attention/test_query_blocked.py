@@ -52,7 +52,10 @@ MASKS = {**static_masks(T, S), **dynamic_masks(np.random.default_rng(0), 2, T, S
 
 
 @pytest.mark.thorough_after(1)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough if i % 4 else ()) for i, n in enumerate(MASKS)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.thorough if i % 4 else ()) for i, n in enumerate(MASKS)],
+)
 def test_is_the_reference_under_every_mask(name):
     sinks = jnp.linspace(-1, 1, N)
     dropout = dict(dropout_rate=0.3, dropout_key=jax.random.key(3))
@@ -63,7 +66,8 @@ def test_is_the_reference_under_every_mask(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal(), "segments"], ids=str)
 def test_parts_of_a_batch_are_the_batch(mask):
-    """Five rows in four parts, of 2, 1, 1 and 1: with segments of each row, and dropout that hashes the row."""
+    """Five rows in four parts, of 2, 1, 1 and 1: with segments of each row, and dropout that hashes
+    the row."""
     arrays = draw(rows=5)
     assert query_blocked.batch_part_sizes(*arrays[:2]) == [2, 1, 1, 1]
     if mask == "segments":
@@ -103,7 +107,8 @@ def test_no_visible_key_is_outside_its_range(name):
 
 
 def test_causal_products_are_little_more_than_half():
-    """Of 12 keys, whose edges are at multiples of 2, four blocks of 3 queries read 4, 6, 10 and 12."""
+    """Of 12 keys, whose edges are at multiples of 2, four blocks of 3 queries read 4, 6, 10 and
+    12."""
     arrays = [jax.ShapeDtypeStruct((1, 12, 2, 8), jnp.float32)] * 3
     some, every = (
         flops.count(partial(attention, mask=masks.causal(), implementation=name), *arrays).flops
@@ -116,7 +121,9 @@ def test_causal_products_are_little_more_than_half():
 def test_what_it_cannot_is_said_and_left_to_others():
     query, key, value = draw()
     bias = jnp.zeros((1, 1, T, S))
-    with pytest.raises(NotImplementedError, match="query_blocked: no bias; implementation='blockwise' has it"):
+    with pytest.raises(
+        NotImplementedError, match="query_blocked: no bias; implementation='blockwise' has it"
+    ):
         attention(query, key, value, bias=bias, implementation="query_blocked")
     attention(query, key, value, bias=bias, mask=masks.causal())  # chosen for us: another
 
@@ -125,16 +132,24 @@ def test_the_choice_needs_pairs_that_are_left_out(monkeypatch):
     monkeypatch.undo()
     long = jnp.zeros((1, 256, N, 8))
     chosen = lambda mask: query_blocked.is_cheaper(long, long, Call(mask))
-    assert chosen(masks.causal()) and chosen(masks.causal() & masks.window(2)) and not chosen(masks.full())
+    assert (
+        chosen(masks.causal())
+        and chosen(masks.causal() & masks.window(2))
+        and not chosen(masks.full())
+    )
 
 
 def test_a_large_batch_is_cut_on_one_cpu_alone(monkeypatch):
-    """XLA:CPU runs each product of a part on one thread, and several at once; on a mesh there is one."""
+    """XLA:CPU runs each product of a part on one thread, and several at once; on a mesh there is
+    one."""
     monkeypatch.undo()
     sizes = lambda B, T=128: query_blocked.batch_part_sizes(*[jnp.zeros((B, T, 16, 1))] * 2)
     assert [sizes(B) for B in (1, 3, 4, 9)] == [[1], [3], [2, 2], [3, 2, 2, 2]]
     assert sizes(100, T=4) == [100]  # too little for several
     x = jnp.zeros((8, 128, 16, 8))
-    assert jax.jit(attention).lower(x, x, x).as_text().count("stablehlo.dot_general") == 2 * query_blocked.BATCH_PARTS
+    assert (
+        jax.jit(attention).lower(x, x, x).as_text().count("stablehlo.dot_general")
+        == 2 * query_blocked.BATCH_PARTS
+    )
     with jax.set_mesh(jax.make_mesh((2,), ("data",))):
         assert sizes(8) == [8]

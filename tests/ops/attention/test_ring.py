@@ -1,4 +1,5 @@
-"""Attention of a sequence that is split over devices equals one device's: values, gradients, and what is sent."""
+"""Attention of a sequence that is split over devices equals one device's: values, gradients, and
+what is sent."""
 
 import os
 import subprocess
@@ -20,7 +21,9 @@ from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.tools.planning import hlo
 
 B, T, N, K, H, HV = 2, 32, 4, 2, 6, 4
-FLOAT32 = 1e-5  # of the largest entry; unit roundoff is 6e-8, and sums are of up to 32 terms, twice through a product
+# of the largest entry; unit roundoff is 6e-8, and sums are of up to 32 terms, twice through a
+# product
+FLOAT32 = 1e-5
 LAYOUT = P(("data", "fsdp", "expert"), "context", "tensor")
 TWO, FOUR = Mesh(data=2, context=2, tensor=2), Mesh(data=2, context=4)
 
@@ -57,11 +60,14 @@ LEARNED = {  # (what is learned, options from it and the query)
 
 
 def outcome(mask, implementation, name=None, arrays=ARRAYS, mesh=None):
-    """Output and the gradients of query, key, value and what is learned; and the compiled program."""
+    """Output and the gradients of query, key, value and what is learned; and the compiled
+    program."""
     learned, of = LEARNED.get(name, (None, lambda *_: OPTIONS.get(name, {})))
 
     def run(arrays, learned, g):
-        call = lambda q, k, v, x: attention(q, k, v, mask=mask, implementation=implementation, **of(x, q))
+        call = lambda q, k, v, x: attention(
+            q, k, v, mask=mask, implementation=implementation, **of(x, q)
+        )
         out, pullback = jax.vjp(call, *arrays, learned)
         return out, pullback(g)
 
@@ -71,26 +77,39 @@ def outcome(mask, implementation, name=None, arrays=ARRAYS, mesh=None):
     with jax.set_mesh(mesh):
         place = NamedSharding(mesh, LAYOUT)
         arrays, g = jax.device_put((arrays, g), place)
-        compiled = jax.jit(run, out_shardings=(place, (place, place, place, None))).lower(arrays, learned, g).compile()
+        compiled = (
+            jax.jit(run, out_shardings=(place, (place, place, place, None)))
+            .lower(arrays, learned, g)
+            .compile()
+        )
         return jax.tree.map(np.asarray, compiled(arrays, learned, g)), compiled
 
 
 def assert_equal(many, one, tolerance=FLOAT32):
     for ours, theirs in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * max(1e-3, np.abs(theirs).max()))
+        np.testing.assert_allclose(
+            ours, theirs, rtol=0, atol=tolerance * max(1e-3, np.abs(theirs).max())
+        )
 
 
 def permutes(compiled, mesh):
-    return sum(x.count for x in hlo.collectives(compiled.as_text(), mesh) if x.kind == "collective-permute")
+    return sum(
+        x.count for x in hlo.collectives(compiled.as_text(), mesh) if x.kind == "collective-permute"
+    )
 
 
 QUICK = ("full", "causal", "longformer")
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MASKS])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MASKS],
+)
 def test_every_mask(name):
-    assert_equal(outcome(MASKS[name], None, mesh=make_mesh(FOUR))[0], outcome(MASKS[name], "reference")[0])
+    assert_equal(
+        outcome(MASKS[name], None, mesh=make_mesh(FOUR))[0], outcome(MASKS[name], "reference")[0]
+    )
 
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -100,19 +119,29 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize("name", ["t5", *map(slow, ("sinks", "array", *OPTIONS))])
 def test_every_feature(name):
     mask = MASKS["segments"]
-    assert_equal(outcome(mask, "ring", name, mesh=make_mesh(FOUR))[0], outcome(mask, "reference", name)[0])
+    assert_equal(
+        outcome(mask, "ring", name, mesh=make_mesh(FOUR))[0], outcome(mask, "reference", name)[0]
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["ring", slow("blockwise"), slow("reference")])
-@pytest.mark.parametrize("mesh", [slow(Mesh(context=2)), Mesh(data=2, context=2, tensor=2), slow(Mesh(context=8))], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [slow(Mesh(context=2)), Mesh(data=2, context=2, tensor=2), slow(Mesh(context=8))],
+    ids=str,
+)
 def test_every_mesh(mesh, implementation):
     mesh = make_mesh(mesh)
-    arrays = tuple(jnp.concatenate([x] * 2) for x in ARRAYS)  # four examples, for up to four devices
+    arrays = tuple(
+        jnp.concatenate([x] * 2) for x in ARRAYS
+    )  # four examples, for up to four devices
     many, compiled = outcome(CAUSAL, implementation, "dropout", arrays, mesh)
     assert_equal(many, outcome(CAUSAL, "reference", "dropout", arrays)[0])
     gathers = {x.axes for x in hlo.collectives(compiled.as_text(), mesh) if x.kind == "all-gather"}
-    assert gathers <= ({("context",)} if implementation == "reference" else set())  # batch and heads stay split
+    assert gathers <= (
+        {("context",)} if implementation == "reference" else set()
+    )  # batch and heads stay split
 
 
 @pytest.mark.slow
@@ -120,16 +149,23 @@ def test_every_mesh(mesh, implementation):
 @pytest.mark.parametrize("lengths", [(12, 32), (32, 12), (12, 12)])
 def test_queries_and_keys_of_other_lengths(lengths, mask):
     """T and S differ, or the chunks are odd, so that they cannot be halved."""
-    arrays = tuple(x[:, :n] for x, n in zip(ARRAYS, (lengths[0], lengths[1], lengths[1]), strict=True))
+    arrays = tuple(
+        x[:, :n] for x, n in zip(ARRAYS, (lengths[0], lengths[1], lengths[1]), strict=True)
+    )
     many, _ = outcome(MASKS[mask], "ring", arrays=arrays, mesh=make_mesh(FOUR))
     assert_equal(many, outcome(MASKS[mask], "reference", arrays=arrays)[0])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("length", "mesh", "whole"), [(4, TWO, (0, 1)), (16, Mesh(context=8), (0, 1)), (4, TWO, (2,))])
+@pytest.mark.parametrize(
+    ("length", "mesh", "whole"), [(4, TWO, (0, 1)), (16, Mesh(context=8), (0, 1)), (4, TWO, (2,))]
+)
 def test_a_bias_array_in_blocks_of_one(length, mesh, whole):
-    """Chunks of one position make blocks of one, which are not to be taken for an axis that is broadcast."""
-    bias = normal(*(1 if axis in whole else n for axis, n in enumerate((B, N, length, length))), seed=6)
+    """Chunks of one position make blocks of one, which are not to be taken for an axis that is
+    broadcast."""
+    bias = normal(
+        *(1 if axis in whole else n for axis, n in enumerate((B, N, length, length))), seed=6
+    )
     case = bias, lambda table, q: dict(bias=table)
     arrays = tuple(x[:, :length] for x in ARRAYS)
     with pytest.MonkeyPatch.context() as patch:
@@ -156,9 +192,15 @@ def test_infinite_sinks():
 def test_bfloat16_is_as_near_to_the_truth_as_one_device():
     arrays = tuple(x.astype(jnp.bfloat16) for x in ARRAYS)
     truth = outcome(CAUSAL, "reference", arrays=tuple(x.astype(jnp.float32) for x in arrays))[0]
-    one, many = (outcome(CAUSAL, "blockwise", arrays=arrays, mesh=mesh)[0] for mesh in (None, make_mesh(FOUR)))
+    one, many = (
+        outcome(CAUSAL, "blockwise", arrays=arrays, mesh=mesh)[0]
+        for mesh in (None, make_mesh(FOUR))
+    )
     ring_ = outcome(CAUSAL, "ring", arrays=arrays, mesh=make_mesh(FOUR))[0]
-    error = lambda x: max(np.abs(np.float32(a) - b).max() for a, b in zip(*map(jax.tree.leaves, (x, truth)), strict=True))
+    error = lambda x: max(
+        np.abs(np.float32(a) - b).max()
+        for a, b in zip(*map(jax.tree.leaves, (x, truth)), strict=True)
+    )
     # the same roundings of the same operands, in another order of sums
     assert error(ring_) <= 1.5 * error(one) and error(many) <= 1.5 * error(one)
 
@@ -166,13 +208,16 @@ def test_bfloat16_is_as_near_to_the_truth_as_one_device():
 @pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["ring", slow("blockwise")])
 def test_inside_a_scan_that_recomputes(implementation):
-    """As a model has it: layers scanned, each under `jax.checkpoint`, on a mesh that splits batch, length and heads."""
+    """As a model has it: layers scanned, each under `jax.checkpoint`, on a mesh that splits batch,
+    length and heads."""
 
     def loss(implementation, q, k, v, table):
         bias = ops.t5(table, False, 16)
 
         def layer(x, _):
-            return x + attention(x, k, x[:, :, :K], mask=CAUSAL, bias=bias, implementation=implementation), None
+            return x + attention(
+                x, k, x[:, :, :K], mask=CAUSAL, bias=bias, implementation=implementation
+            ), None
 
         return jnp.sum(jax.lax.scan(jax.checkpoint(layer), q, None, length=2)[0] ** 2)
 
@@ -181,7 +226,9 @@ def test_inside_a_scan_that_recomputes(implementation):
     mesh = make_mesh(Mesh(data=2, context=2, tensor=2))
     with jax.set_mesh(mesh):
         split = [jax.device_put(x, NamedSharding(mesh, LAYOUT)) for x in arrays[:3]]
-        many = jax.jit(jax.value_and_grad(partial(loss, implementation), (0, 1, 3)))(*split, arrays[3])
+        many = jax.jit(jax.value_and_grad(partial(loss, implementation), (0, 1, 3)))(
+            *split, arrays[3]
+        )
         many = jax.block_until_ready(many)
     assert_equal(many, one)
 
@@ -195,35 +242,50 @@ def test_inside_a_shard_map_over_stages(check):
     def loss(q, k, v):
         stage = P("stage")
         run = jax.shard_map(
-            lambda *a: call(*(x[0] for x in a))[None], in_specs=stage, out_specs=stage, axis_names={"stage"}, check_vma=check
-        )  # fmt: skip
+            lambda *a: call(*(x[0] for x in a))[None],
+            in_specs=stage,
+            out_specs=stage,
+            axis_names={"stage"},
+            check_vma=check,
+        )
         return jnp.sum(run(q, k, v) ** 2)
 
     arrays = tuple(jnp.stack([x, 2 * x]) for x in ARRAYS)
-    one = jax.jit(jax.grad(lambda *a: jnp.sum(jax.vmap(partial(attention, mask=CAUSAL))(*a) ** 2), (0, 1, 2)))(*arrays)
+    one = jax.jit(
+        jax.grad(lambda *a: jnp.sum(jax.vmap(partial(attention, mask=CAUSAL))(*a) ** 2), (0, 1, 2))
+    )(*arrays)
     with jax.set_mesh(make_mesh(Mesh(data=2, context=2, stage=2))):
         many = jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays))
     assert_equal(many, one)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name, turns, zigzag", [("full", 3, 0), ("causal", 3, 6), ("window", 1, 0), ("longformer", 3, 0)])
+@pytest.mark.parametrize(
+    "name, turns, zigzag",
+    [("full", 3, 0), ("causal", 3, 6), ("window", 1, 0), ("longformer", 3, 0)],
+)
 def test_permutes_of_a_forward_pass(name, turns, zigzag):
-    """S - 1 of keys and values together; as many as the window needs; for zigzag two halves of q, of k and v, of the output.
+    """S - 1 of keys and values together; as many as the window needs; for zigzag two halves of q,
+    of k and v, of the output.
 
     The mesh has batch and heads split too: the count is that of every device.
     """
     mesh = make_mesh(FOUR)
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(x, NamedSharding(mesh, LAYOUT)) for x in ARRAYS]
-        compiled = jax.jit(partial(attention, mask=MASKS[name], implementation="ring")).lower(*arrays).compile()
+        compiled = (
+            jax.jit(partial(attention, mask=MASKS[name], implementation="ring"))
+            .lower(*arrays)
+            .compile()
+        )
     assert permutes(compiled, mesh) == turns + zigzag
     assert {x.kind for x in hlo.collectives(compiled.as_text(), mesh)} == {"collective-permute"}
 
 
 @pytest.mark.thorough
 def test_permutes_of_a_backward_pass():
-    """Keys and values make S - 1 again; their gradients S - 1 beside them, and one more to where they belong."""
+    """Keys and values make S - 1 again; their gradients S - 1 beside them, and one more to where
+    they belong."""
     mesh = make_mesh(FOUR)
     assert permutes(outcome(MASKS["full"], "ring", mesh=mesh)[1], mesh) == 3 + (3 + 4)
 
@@ -234,7 +296,8 @@ def plan(mask: Mask, devices: int, T: int = 64):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_zigzag_gives_every_device_the_same_work(devices):
-    """Of the causal pairs: as blocks in all, and in each turn of the ring, for which the devices wait for one another."""
+    """Of the causal pairs: as blocks in all, and in each turn of the ring, for which the devices
+    wait for one another."""
     made = plan(CAUSAL, devices)
     work = np.zeros((devices, devices), int)
     for starts, _ in made.visits.values():
@@ -242,21 +305,35 @@ def test_zigzag_gives_every_device_the_same_work(devices):
         work += np.stack([counts[blocks].sum(0) for blocks in made.query_blocks])
     turns = np.array([[work[d, (d - t) % devices] for t in range(devices)] for d in range(devices)])
     assert made.zigzag and (turns == turns[0]).all() and turns.sum() == 16 * 17 // 2
-    assert sorted(made.query_blocks.ravel()) == list(range(16)) and not plan(masks.full(), devices).zigzag
+    assert (
+        sorted(made.query_blocks.ravel()) == list(range(16))
+        and not plan(masks.full(), devices).zigzag
+    )
 
 
 @pytest.mark.thorough
 def test_pairs_of_devices_that_see_nothing_of_each_other_are_not_computed():
-    """A local mask over 8 devices needs its neighbours: begins one place on, makes 2 turns more, and most pairs are idle."""
+    """A local mask over 8 devices needs its neighbours: begins one place on, makes 2 turns more,
+    and most pairs are idle."""
     made = plan(masks.window(4, 4), 8)
-    assert (made.first_round, made.round_count, made.zigzag) == (7, 3, False) and made.busy.sum() == 3 * 8 - 2
-    poisoned = tuple(x.at[:, 4:12].set(jnp.nan) if x.shape[2] == K else x for x in ARRAYS)  # keys of devices 1 and 2
+    assert (made.first_round, made.round_count, made.zigzag) == (
+        7,
+        3,
+        False,
+    ) and made.busy.sum() == 3 * 8 - 2
+    poisoned = tuple(
+        x.at[:, 4:12].set(jnp.nan) if x.shape[2] == K else x for x in ARRAYS
+    )  # keys of devices 1 and 2
     mask = CAUSAL & masks.window(2)
     with jax.set_mesh(make_mesh(Mesh(context=8))):
         f = jax.jit(partial(attention, mask=mask, implementation="ring"))
-        clean, out = (np.asarray(jax.block_until_ready(f(*arrays))) for arrays in (ARRAYS, poisoned))
+        clean, out = (
+            np.asarray(jax.block_until_ready(f(*arrays))) for arrays in (ARRAYS, poisoned)
+        )
         assert "conditional" in f.lower(*ARRAYS).compile().as_text()
-    np.testing.assert_array_equal(out[:, 16:], clean[:, 16:])  # nobody there has so much as multiplied by them
+    np.testing.assert_array_equal(
+        out[:, 16:], clean[:, 16:]
+    )  # nobody there has so much as multiplied by them
     np.testing.assert_array_equal(out[:, :4], clean[:, :4])
 
 
@@ -264,29 +341,44 @@ def test_pairs_of_devices_that_see_nothing_of_each_other_are_not_computed():
 def test_the_lengths_that_it_takes():
     short = tuple(x[:, :10] for x in ARRAYS)
     with jax.set_mesh(make_mesh(FOUR)):
-        with pytest.raises(NotImplementedError, match=r"ring: no 10 queries and 10 keys on 4 devices \(mesh.context"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"ring: no 10 queries and 10 keys on 4 devices \(mesh.context",
+        ):
             attention(*short, implementation="ring")
         with pytest.raises(NotImplementedError, match="bias that is a function"):
-            attention(*ARRAYS, bias=lambda i, j: jnp.zeros((N, len(i), len(j))), implementation="ring")
+            attention(
+                *ARRAYS, bias=lambda i, j: jnp.zeros((N, len(i), len(j))), implementation="ring"
+            )
         with pytest.raises(NotImplementedError, match="or has rows, as `shaw`"):
             attention(*ARRAYS, bias=ops.shaw(ARRAYS[0], normal(5, H)), implementation="ring")
         # what is not split is one device's business: decoding, a length that is no multiple
         whole = jax.block_until_ready(jax.jit(attention)(*short))
-    np.testing.assert_allclose(whole, attention(*short, implementation="reference"), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        whole, attention(*short, implementation="reference"), rtol=1e-5, atol=1e-5
+    )
     alone = attention(*short, implementation="ring", mask=CAUSAL)  # a ring of one
     np.testing.assert_array_equal(alone, attention(*short, implementation="blockwise", mask=CAUSAL))
 
 
 @pytest.mark.thorough
 def test_memory_does_not_hold_the_keys_of_all_devices():
-    """Forward and backward of 8 devices: temporaries are a few times a device's share, by the compiler's own account."""
+    """Forward and backward of 8 devices: temporaries are a few times a device's share, by the
+    compiler's own account."""
     mesh, length = make_mesh(Mesh(context=8)), 4096
     place = NamedSharding(mesh, LAYOUT)
     x = jax.ShapeDtypeStruct((1, length, 1, 128), jnp.float32, sharding=place)
     with jax.set_mesh(mesh):
         loss = lambda *a: attention(*a, mask=CAUSAL, implementation="ring").sum()
-        memory = jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=place).lower(x, x, x).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 40 * length // 8 * 128 * 4  # all keys and values alone would be 16 such shares
+        memory = (
+            jax.jit(jax.grad(loss, (0, 1, 2)), out_shardings=place)
+            .lower(x, x, x)
+            .compile()
+            .memory_analysis()
+        )
+    assert (
+        memory.temp_size_in_bytes < 40 * length // 8 * 128 * 4
+    )  # all keys and values alone would be 16 such shares
 
 
 AOT = """
@@ -311,7 +403,9 @@ for shape, implementation, kernels in [
     x = lambda n: jax.ShapeDtypeStruct((8, 1024, n, 128), jnp.bfloat16, sharding=place)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         f = functools.partial(attention, mask=masks.causal(), implementation=implementation)
-        step = jax.jit(jax.grad(lambda *a: f(*a).astype(jnp.float32).sum(), (0, 1, 2)), out_shardings=place)
+        step = jax.jit(
+            jax.grad(lambda *a: f(*a).astype(jnp.float32).sum(), (0, 1, 2)), out_shardings=place
+        )
         text = step.lower(x(8), x(2), x(2)).compile(compiler_options=fast).as_text()
     found = {(x.kind, x.axes) for x in hlo.collectives(text, mesh)}
     print(shape, implementation, text.count("tpu_custom_call"), found)
@@ -322,7 +416,8 @@ for shape, implementation, kernels in [
 
 @pytest.mark.aot
 def test_compiles_for_tpus_that_are_not_here():
-    """The ring, splash with keys gathered, and by default splash on a mesh without context: of a v5e with 8 chips."""
+    """The ring, splash with keys gathered, and by default splash on a mesh without context: of a
+    v5e with 8 chips."""
     pytest.importorskip("libtpu", reason="needs libtpu: pip install 'jaxformer[tpu]'")
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -332,6 +427,8 @@ def test_compiles_for_tpus_that_are_not_here():
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
-    done = subprocess.run([sys.executable, "-c", AOT], env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", AOT], env=environment, capture_output=True, text=True, timeout=600
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-3000:]

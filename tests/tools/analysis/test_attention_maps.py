@@ -24,7 +24,9 @@ def test_numbers_are_those_of_loops():
         found[0][i, b, n, t] = -sum(a * np.log(a) for a in row)
         found[1][i, b, n, t] = sum(a * abs(t - s) for s, a in enumerate(row))
         for m in range(N):
-            found[2][i, m, b, n, t] = sum(min(a, c) for a, c in zip(wide[i, b, m, t], row, strict=True))
+            found[2][i, m, b, n, t] = sum(
+                min(a, c) for a, c in zip(wide[i, b, m, t], row, strict=True)
+            )
     for values, function in zip(found, (maps.entropy, maps.distance, maps.overlap), strict=True):
         np.testing.assert_allclose(function(weights), values, rtol=1e-5, atol=1e-6)  # float32 sums
     product = np.eye(T)
@@ -40,17 +42,24 @@ def test_bounds_are_reached():
     np.testing.assert_allclose(maps.entropy(one), 0)
     np.testing.assert_allclose(maps.entropy(even), np.log(5), rtol=1e-6)
     np.testing.assert_allclose(maps.distance(one), 0)
-    np.testing.assert_allclose(maps.overlap(jnp.concatenate([one, jnp.roll(one, 1, -1)], axis=1))[0, 0, 1], 0)
+    np.testing.assert_allclose(
+        maps.overlap(jnp.concatenate([one, jnp.roll(one, 1, -1)], axis=1))[0, 0, 1], 0
+    )
 
 
 @pytest.mark.thorough
 def test_padding_is_in_no_mean():
-    weights, real = random_weights(2, 3, 4, 6, 6), jnp.arange(6)[None] < jnp.array([6, 2, 4])[:, None]
+    weights, real = (
+        random_weights(2, 3, 4, 6, 6),
+        jnp.arange(6)[None] < jnp.array([6, 2, 4])[:, None],
+    )
     spoiled = jnp.where(real[None, :, None, :, None], weights, 1 / 6)
     means = [maps.head_means(maps.entropy(each), real) for each in (weights, spoiled)]
     np.testing.assert_array_equal(*means)
     np.testing.assert_allclose(
-        maps.head_means(maps.entropy(weights[:, :1])), maps.entropy(weights[:, 0]).mean(axis=-1), rtol=1e-6
+        maps.head_means(maps.entropy(weights[:, :1])),
+        maps.entropy(weights[:, 0]).mean(axis=-1),
+        rtol=1e-6,
     )
 
 
@@ -69,4 +78,11 @@ def test_a_head_of_a_kind_has_its_score():
     for targets in (maps.previous_tokens(tokens), maps.induction_targets(tokens)):
         perfect = jax.nn.one_hot(jnp.maximum(targets, 0), 8)[:, None]
         assert float(maps.head_means(maps.weight_at(perfect, targets), targets >= 0)[0]) == 1
-        assert float(maps.head_means(maps.weight_at(jnp.full((1, 1, 8, 8), 1 / 8), targets), targets >= 0)[0]) == 1 / 8
+        assert (
+            float(
+                maps.head_means(
+                    maps.weight_at(jnp.full((1, 1, 8, 8), 1 / 8), targets), targets >= 0
+                )[0]
+            )
+            == 1 / 8
+        )

@@ -1,4 +1,5 @@
-"""Each picture is drawn for light and for dark pages; encodings have the symmetry that the papers claim."""
+"""Each picture is drawn for light and for dark pages; encodings have the symmetry that the papers
+claim."""
 
 from dataclasses import replace
 
@@ -20,7 +21,10 @@ TINY = ModelConfig(50, 2, 32, 4, context_length=24)
 
 
 def own(config):
-    query, table = jax.random.normal(jax.random.key(0), (1, 1, 4, 8)), jax.random.normal(jax.random.key(1), (9, 8))
+    query, table = (
+        jax.random.normal(jax.random.key(0), (1, 1, 4, 8)),
+        jax.random.normal(jax.random.key(1), (9, 8)),
+    )
     return shaw(jax.numpy.broadcast_to(query, (1, 24, 4, 8)), table)
 
 
@@ -43,7 +47,10 @@ def test_scores_depend_on_the_distance(kind, shifts):
     config = replace(TINY, positions=kind)
     found = positions.encoding(config, models.init(config, jax.random.key(2)), 24)
     assert found.scores.shape == (24, 24) and found.values.shape[1] == 24
-    by_hand = max(np.ptp(np.diagonal(found.scores, k)) for k in range(-22, 23)) / np.abs(found.scores).max()
+    by_hand = (
+        max(np.ptp(np.diagonal(found.scores, k)) for k in range(-22, 23))
+        / np.abs(found.scores).max()
+    )
     assert (found.shift_error() < 1e-4) == (by_hand < 1e-3) == shifts
 
 
@@ -56,19 +63,39 @@ def test_no_encoding_without_positions_or_tables():
 RNG = np.random.default_rng(0)
 N, D = map(np.ravel, np.meshgrid([1e6, 1e7], [1e8, 1e9, 1e10]))
 RECORDS = [
-    {"step": 0, "loss": 2.0, "accuracy": 0.1, "rms/gradient/layers/0": 0.1, "rms/gradient/embedding": 0.2},
-    {"step": 5, "loss": 1.0, "validation_loss": 1.5, "validation_accuracy": 0.2, "rms/gradient/layers/0": 0.1},
+    {
+        "step": 0,
+        "loss": 2.0,
+        "accuracy": 0.1,
+        "rms/gradient/layers/0": 0.1,
+        "rms/gradient/embedding": 0.2,
+    },
+    {
+        "step": 5,
+        "loss": 1.0,
+        "validation_loss": 1.5,
+        "validation_accuracy": 0.2,
+        "rms/gradient/layers/0": 0.1,
+    },
 ]
 DRAWN = {
-    "attention": lambda: figures.attention(RNG.dirichlet(np.ones(5), size=(2, 3, 5)), list("abcde")),
+    "attention": lambda: figures.attention(
+        RNG.dirichlet(np.ones(5), size=(2, 3, 5)), list("abcde")
+    ),
     "signed heat": lambda: figures.heat(RNG.normal(size=(4, 6)), "head", "layer"),
     "heat": lambda: figures.heat(RNG.uniform(size=(4, 6)), "head", "layer"),
-    "lines": lambda: figures.lines({"half": (range(3), [0.5] * 3), "rising": (range(50), range(50))}, xlabel="step"),
+    "lines": lambda: figures.lines(
+        {"half": (range(3), [0.5] * 3), "rising": (range(50), range(50))}, xlabel="step"
+    ),
     "scaling law": lambda: figures.scaling_law(HOFFMANN, HOFFMANN.loss(N, D), N, D),
     "losses": lambda: figures.losses({"a": RECORDS, "b": []}, 3.0),
     "curves": lambda: figures.curves({"a": RECORDS, "b": RECORDS[:1]}),
-    "masks": lambda: figures.masks({"a": causal() & window(9), "b": longformer(8, 2), "c": bigbird(8), "d": causal()}, 200),
-    "positions": lambda: positions.draw({"rotary": positions.encoding(replace(TINY, positions=Rope()), {}, 8)}),
+    "masks": lambda: figures.masks(
+        {"a": causal() & window(9), "b": longformer(8, 2), "c": bigbird(8), "d": causal()}, 200
+    ),
+    "positions": lambda: positions.draw(
+        {"rotary": positions.encoding(replace(TINY, positions=Rope()), {}, 8)}
+    ),
     "costs": lambda: figures.costs({n: costs.parts(TINY, n) for n in (6, 24)}),
 }
 

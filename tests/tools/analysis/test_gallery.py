@@ -47,32 +47,46 @@ def test_what_the_records_lack_is_not_offered(records):
     for runs in ({"run": records}, {"run": records, "other": records}):
         if records and "loss" in names:
             legend = figures.losses(runs).axes[0].get_legend()
-            assert legend.texts and (len(runs) == 1 or [text.get_text() for text in legend.texts] == list(runs))
+            assert legend.texts and (
+                len(runs) == 1 or [text.get_text() for text in legend.texts] == list(runs)
+            )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("tokenizer", [Characters("abcdefgh"), None])
 @pytest.mark.parametrize("form", ["text", "pair", "images", "captions"])
 def test_attention_is_labelled_by_tokens_or_numbers_of_patches(monkeypatch, tokenizer, form):
-    """By text where there is a tokenizer, on the side of an image by its patches, as many as there are."""
+    """By text where there is a tokenizer, on the side of an image by its patches, as many as there
+    are."""
     image = np.zeros((8, 8, 3), np.float32)
     model, batch = {
         "text": (STACK, {"tokens": TEXT}),
         "pair": (EncoderDecoder(READER, STACK), {"tokens": TEXT, "source": TEXT[:4]}),
         "images": (VIT, {"images": image}),
-        "captions": (EncoderDecoder(replace(VIT, heads=()), STACK, share_embeddings=False), {"tokens": TEXT, "source": image}),
+        "captions": (
+            EncoderDecoder(replace(VIT, heads=()), STACK, share_embeddings=False),
+            {"tokens": TEXT, "source": image},
+        ),
     }[form]
     run = mock.NonCallableMagicMock(
-        spec=Run, experiment=SimpleNamespace(model=model), tokenizer=tokenizer, on_mesh=contextlib.nullcontext,
+        spec=Run,
+        experiment=SimpleNamespace(model=model),
+        tokenizer=tokenizer,
+        on_mesh=contextlib.nullcontext,
         params=models.init(model, jax.random.key(0)),
-    )  # fmt: skip
+    )
     drawn = []
     monkeypatch.setattr(figures, "attention", lambda *given: drawn.append(given))
     gallery.attention(run, {name: jnp.asarray(value)[None] for name, value in batch.items()})()
     ((weights, queries, keys, first),) = drawn
     words = LETTERS if tokenizer else list("123456")
     patches = list("01234")
-    expected = {"text": (words, words), "pair": (words, words[:4]), "images": (patches,) * 2, "captions": (words, patches)}
+    expected = {
+        "text": (words, words),
+        "pair": (words, words[:4]),
+        "images": (patches,) * 2,
+        "captions": (words, patches),
+    }
     assert (queries, keys) == expected[form] and first == 0
     assert weights.shape == (2, 2, len(queries), len(keys))
 
@@ -83,9 +97,15 @@ def run_with(folder, monkeypatch, objective, model=STACK):
     experiment = SimpleNamespace(model=model, name="one", objective=objective, data=None)
     drawn = {}
     monkeypatch.setattr(gallery, "open_run", lambda path: SimpleNamespace(experiment=experiment))
-    monkeypatch.setattr(gallery.batching, "open_dataset", lambda *_: SimpleNamespace(validation=examples))
-    monkeypatch.setattr(gallery, "attention", lambda run, batch: drawn.setdefault("Attention", batch))
-    monkeypatch.setattr(gallery, "gradients", lambda run, batch: drawn.setdefault("Gradients", batch))
+    monkeypatch.setattr(
+        gallery.batching, "open_dataset", lambda *_: SimpleNamespace(validation=examples)
+    )
+    monkeypatch.setattr(
+        gallery, "attention", lambda run, batch: drawn.setdefault("Attention", batch)
+    )
+    monkeypatch.setattr(
+        gallery, "gradients", lambda run, batch: drawn.setdefault("Gradients", batch)
+    )
     (folder / "checkpoints").mkdir()
     return gallery.run_pictures(RunFolder(epath.Path(folder))), drawn
 
@@ -105,7 +125,9 @@ def with_example(example):
 def test_a_report_draws_what_the_objective_gives(tmp_path, monkeypatch, caplog):
     pictures, drawn = run_with(tmp_path, monkeypatch, with_example(shown))
     assert drawn["Attention"]["tokens"].tolist() == [(TEXT + 1).tolist()]
-    assert drawn["Gradients"]["labels"].tolist() == [TEXT.tolist()]  # those of the loss of the example itself
+    assert drawn["Gradients"]["labels"].tolist() == [
+        TEXT.tolist()
+    ]  # those of the loss of the example itself
     assert {"Architecture", "Attention", "Gradients"} <= set(pictures) and not caplog.text
 
 
@@ -116,16 +138,29 @@ class Scored:
         return training.TokenCrossEntropy()
 
 
-@pytest.mark.parametrize("objective", [training.TokenCrossEntropy(), Scored(), training.MaskedTokens(8)])
+@pytest.mark.parametrize(
+    "objective", [training.TokenCrossEntropy(), Scored(), training.MaskedTokens(8)]
+)
 def test_objectives_of_tokens_give_their_example(tmp_path, monkeypatch, objective, caplog):
     _, drawn = run_with(tmp_path, monkeypatch, objective)
     assert drawn["Attention"]["tokens"].tolist() == [TEXT.tolist()] and not caplog.text
 
 
-@pytest.mark.parametrize("objective", [lambda *_: None, with_example(lambda model, batch: None)], ids=["no method", "None"])
-def test_without_an_example_nothing_is_drawn_and_nothing_is_said(tmp_path, monkeypatch, objective, caplog):
+@pytest.mark.parametrize(
+    "objective",
+    [lambda *_: None, with_example(lambda model, batch: None)],
+    ids=["no method", "None"],
+)
+def test_without_an_example_nothing_is_drawn_and_nothing_is_said(
+    tmp_path, monkeypatch, objective, caplog
+):
     pictures, drawn = run_with(tmp_path, monkeypatch, objective)
-    assert not drawn and {"Attention", "Gradients"}.isdisjoint(pictures) and "Architecture" in pictures and not caplog.text
+    assert (
+        not drawn
+        and {"Attention", "Gradients"}.isdisjoint(pictures)
+        and "Architecture" in pictures
+        and not caplog.text
+    )
 
 
 def test_a_model_of_ones_own_has_a_report_without_a_warning(tmp_path, monkeypatch, caplog):
@@ -138,7 +173,11 @@ def test_an_example_that_fails_is_a_warning(tmp_path, monkeypatch, caplog):
         raise KeyError("boxes")
 
     pictures, drawn = run_with(tmp_path, monkeypatch, with_example(fails))
-    assert not drawn and "Architecture" in pictures and "what needs the model is left out: 'boxes'" in caplog.text
+    assert (
+        not drawn
+        and "Architecture" in pictures
+        and "what needs the model is left out: 'boxes'" in caplog.text
+    )
 
 
 def test_the_example_of_corrupted_spans_is_a_pair():

@@ -26,7 +26,13 @@ def own(config):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "config", [CONFIG, replace(CONFIG, block=blocks.post_norm), replace(CONFIG, mixer=Linear()), replace(CONFIG, mixer=own)]
+    "config",
+    [
+        CONFIG,
+        replace(CONFIG, block=blocks.post_norm),
+        replace(CONFIG, mixer=Linear()),
+        replace(CONFIG, mixer=own),
+    ],
 )
 def test_a_text_token_by_token(config):
     params = models.init(config, jax.random.key(0))
@@ -35,10 +41,16 @@ def test_a_text_token_by_token(config):
     out = models.apply(config, params, jax.device_put(tokens))
     logs = np.asarray(jax.nn.log_softmax(out.logits[0]), np.float64)
     assert found.tokens == list(TEXT) and np.isnan(found.losses[0])
-    np.testing.assert_allclose(found.losses[1:], -logs[np.arange(15), tokens[0, 1:]], rtol=1e-4)  # float32
+    np.testing.assert_allclose(
+        found.losses[1:], -logs[np.arange(15), tokens[0, 1:]], rtol=1e-4
+    )  # float32
     best = [Bytes().decode([row.argmax()]) for row in logs]
-    assert found.lens[-1] == best == [row[0][0] for row in found.predictions] and len(found.lens) == 3
-    np.testing.assert_allclose([row[0][1] for row in found.predictions], np.exp(logs.max(-1)), rtol=1e-4)
+    assert (
+        found.lens[-1] == best == [row[0][0] for row in found.predictions] and len(found.lens) == 3
+    )
+    np.testing.assert_allclose(
+        [row[0][1] for row in found.predictions], np.exp(logs.max(-1)), rtol=1e-4
+    )
     text = inspection.table(found)
     assert len(text.splitlines()) == 18 + len(found.heads) and "mean loss" in text
     if config.mixer in (None, own):
@@ -57,6 +69,10 @@ def test_what_cannot_be_inspected():
     with pytest.raises(ConfigError, match="'a' is 1 tokens"):
         inspection.inspect(CONFIG, params, Bytes(), "a")
     with pytest.raises(ConfigError, match="no language model"):
-        inspection.inspect(replace(CONFIG, masks=(full(),), heads=(Classification(3),)), params, Bytes(), TEXT)
-    with pytest.raises(ConfigError, match="sees later tokens"):  # its head predicts the token at its own place
+        inspection.inspect(
+            replace(CONFIG, masks=(full(),), heads=(Classification(3),)), params, Bytes(), TEXT
+        )
+    with pytest.raises(
+        ConfigError, match="sees later tokens"
+    ):  # its head predicts the token at its own place
         inspection.inspect(replace(CONFIG, masks=(full(),)), params, Bytes(), TEXT)

@@ -1,4 +1,5 @@
-"""Laws come back from the losses that they give, with and without noise; intervals hold what is true."""
+"""Laws come back from the losses that they give, with and without noise; intervals hold what is
+true."""
 
 import numpy as np
 import pytest
@@ -56,18 +57,26 @@ def test_the_optimum_is_the_least_loss_of_its_budget():
 
 def test_parabolas_find_the_growth_of_the_best_size():
     budgets = np.geomspace(1e18, 1e21, 4)
-    rows = [(c, n) for c in budgets for n in scaling.HOFFMANN.optimum(c)[0] * np.geomspace(0.5, 2, 5)]
+    rows = [
+        (c, n) for c in budgets for n in scaling.HOFFMANN.optimum(c)[0] * np.geomspace(0.5, 2, 5)
+    ]
     flops, sizes = np.array(rows).T
     found = scaling.isoflop(flops, sizes, scaling.HOFFMANN.loss(sizes, flops / 6 / sizes))
     assert abs(found.exponent - 0.28 / 0.62) < 0.01
-    np.testing.assert_allclose(found.parameters, scaling.HOFFMANN.optimum(budgets)[0], rtol=0.05)  # a parabola is not the law
+    np.testing.assert_allclose(
+        found.parameters, scaling.HOFFMANN.optimum(budgets)[0], rtol=0.05
+    )  # a parabola is not the law
 
 
 def test_kaplans_law_has_its_exponents():
     N = np.geomspace(1e4, 1e8, 9)
-    assert np.polyfit(np.log(N), np.log(scaling.kaplan(N, 1e30)), 1)[0] == pytest.approx(-0.076, abs=1e-3)
+    assert np.polyfit(np.log(N), np.log(scaling.kaplan(N, 1e30)), 1)[0] == pytest.approx(
+        -0.076, abs=1e-3
+    )
     D = np.geomspace(1e6, 1e10, 9)
-    assert np.polyfit(np.log(D), np.log(scaling.kaplan(1e30, D)), 1)[0] == pytest.approx(-0.103, abs=1e-3)
+    assert np.polyfit(np.log(D), np.log(scaling.kaplan(1e30, D)), 1)[0] == pytest.approx(
+        -0.103, abs=1e-3
+    )
 
 
 def test_what_shows_no_law_is_refused():
@@ -95,5 +104,7 @@ def test_runs_that_determine_no_law_are_refused():
 def test_a_best_size_outside_of_the_runs_is_refused(best):
     sizes = np.array([1e7, 2e7, 4e7])
     losses = 2 + 0.02 * np.log(sizes / best) ** 2
-    with pytest.raises(ConfigError, match=rf"it lies near {best:.3g}, outside of them".replace("+", r"\+")):
+    with pytest.raises(
+        ConfigError, match=rf"it lies near {best:.3g}, outside of them".replace("+", r"\+")
+    ):
         scaling.isoflop([6e15] * 3, sizes, losses)

@@ -1,4 +1,5 @@
-"""FLOPs of products counted in a program against closed forms, and against XLA where XLA counts right."""
+"""FLOPs of products counted in a program against closed forms, and against XLA where XLA counts
+right."""
 
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,16 @@ from jaxformer.training.recipe import build, row_lengths, trained_weights
 from jaxformer.training.step import init_state, make_train_step
 
 B, T, D, L, V = 2, 64, 32, 3, 128
-CONFIG = ModelConfig(V, L, D, num_heads=4, context_length=T, use_bias=False, heads=(), attention_implementation="reference")
+CONFIG = ModelConfig(
+    V,
+    L,
+    D,
+    num_heads=4,
+    context_length=T,
+    use_bias=False,
+    heads=(),
+    attention_implementation="reference",
+)
 floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
@@ -36,7 +46,9 @@ def forward(config):
 
 def step(config, **changes):
     """What a training step of B sequences computes."""
-    experiment = Experiment("counted", replace(config, heads=(LanguageModel(),)), Stdlib(), batch_size=B, **changes)
+    experiment = Experiment(
+        "counted", replace(config, heads=(LanguageModel(),)), Stdlib(), batch_size=B, **changes
+    )
     batch = {"tokens": tokens, "labels": tokens, "weights": floats(B, T)}
     recipe = build(experiment)
     return flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
@@ -44,7 +56,8 @@ def step(config, **changes):
 
 @pytest.mark.parametrize("unroll", [1, L])
 def test_a_layer_takes_24_n_d2_and_4_n2_d(unroll):
-    """Four square products of attention and two of the feed-forward, 4 wide; scores and their use (Kaplan et al. 2020)."""
+    """Four square products of attention and two of the feed-forward, 4 wide; scores and their use
+    (Kaplan et al. 2020)."""
     assert forward(replace(CONFIG, unroll=unroll)) == L * B * (24 * T * D**2 + 4 * T**2 * D)
 
 
@@ -52,7 +65,8 @@ def test_a_layer_takes_24_n_d2_and_4_n2_d(unroll):
 def test_a_step_takes_three_forwards_and_with_full_remat_nearly_four():
     layers, head = forward(CONFIG), 2 * B * T * D * V
     assert step(CONFIG).matmul == 3 * (layers + head)
-    # nobody needs the output of a layer's last product again, and the loss keeps its logits' gradients as it goes
+    # nobody needs the output of a layer's last product again, and the loss keeps its logits'
+    # gradients as it goes
     again = layers - L * B * T * 2 * 4 * D**2
     assert step(replace(CONFIG, remat="full")).matmul == 3 * (layers + head) + again
     # "dots" keeps every product with weights: what attention multiplies inside is computed again
@@ -63,7 +77,8 @@ def test_a_step_takes_three_forwards_and_with_full_remat_nearly_four():
 @pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("frozen", ["embedding|layers/feedforward", "^layers"])
 def test_what_is_frozen_has_no_gradient_to_count(frozen):
-    """The gradients of frozen weights are in the program, but nobody reads them, so that XLA removes them."""
+    """The gradients of frozen weights are in the program, but nobody reads them, so that XLA
+    removes them."""
     assert step(CONFIG, frozen=frozen).matmul == closed_form(frozen=frozen) < step(CONFIG).matmul
 
 
@@ -73,9 +88,13 @@ def test_factors_beside_frozen_weights(unroll):
     """The closed form, and the factors: W + a b and the gradients of both."""
     rank, changes = 4, {"adaptation": Lora(rank=4), "initial": lambda spec, key: None}
     factors = L * 2 * 3 * 2 * D * rank * D
-    # in the first layer nothing trains before query and value: queries, keys and values pass no gradient on, and keys need none
+    # in the first layer nothing trains before query and value: queries, keys and values pass no
+    # gradient on, and keys need none
     first = 0 if unroll == 1 else 3 * 2 * B * T * D**2 + 2 * B * T**2 * D
-    assert step(replace(CONFIG, unroll=unroll), **changes).matmul == closed_form(**changes) + factors - first
+    assert (
+        step(replace(CONFIG, unroll=unroll), **changes).matmul
+        == closed_form(**changes) + factors - first
+    )
 
 
 def closed_form(**changes):
@@ -92,29 +111,44 @@ def test_the_closed_form_is_within_a_percent_of_the_count(name):
         attention_dropout_rate=0.0, attention_implementation="reference",
     )  # fmt: skip
     experiment = Experiment("counted", config, Stdlib(), batch_size=B, precision="bfloat16")
-    batch = {key: jax.ShapeDtypeStruct((B, 256), jnp.int32) for key in ("tokens", "labels")} | {"weights": floats(B, 256)}
+    batch = {key: jax.ShapeDtypeStruct((B, 256), jnp.int32) for key in ("tokens", "labels")} | {
+        "weights": floats(B, 256)
+    }
     recipe = build(experiment)
-    counted = flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
+    counted = flops.count(
+        make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch
+    )
     assert counted.matmul == pytest.approx(cost.training_flops(config, 256) * B * 256, rel=0.01)
     assert not counted.notes
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("objective", "source"), [(TokenCrossEntropy(), 64), (SpanCorruption(99, 1), None)])
+@pytest.mark.parametrize(
+    ("objective", "source"), [(TokenCrossEntropy(), 64), (SpanCorruption(99, 1), None)]
+)
 def test_of_an_encoder_decoder_each_side_counts_its_own_tokens(objective, source):
-    """A source of 64 tokens and a target of 256, and a text of 256 tokens that becomes both (232 and 52)."""
-    small = dict(num_layers=1, context_length=256, vocab_size=1024, attention_implementation="reference")
+    """A source of 64 tokens and a target of 256, and a text of 256 tokens that becomes both (232
+    and 52)."""
+    small = dict(
+        num_layers=1, context_length=256, vocab_size=1024, attention_implementation="reference"
+    )
     half = lambda config: replace(config, **small)
     config = EncoderDecoder(half(presets.t5_small.encoder), half(presets.t5_small.decoder))
     experiment = Experiment("counted", config, Stdlib(), batch_size=B, objective=objective)
-    batch = {key: jax.ShapeDtypeStruct((B, 256), jnp.int32) for key in ("tokens", "labels")} | {"weights": floats(B, 256)}
+    batch = {key: jax.ShapeDtypeStruct((B, 256), jnp.int32) for key in ("tokens", "labels")} | {
+        "weights": floats(B, 256)
+    }
     if source is not None:
         batch["source"] = jax.ShapeDtypeStruct((B, source), jnp.int32)
     recipe = build(experiment)
-    counted = flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
+    counted = flops.count(
+        make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch
+    )
     length, source = row_lengths(experiment, batch)
     assert (length, source) == ((256, 64) if "source" in batch else (52, 232))
-    assert counted.matmul == pytest.approx(cost.training_flops(config, length, source) * B * length, rel=0.01)
+    assert counted.matmul == pytest.approx(
+        cost.training_flops(config, length, source) * B * length, rel=0.01
+    )
 
 
 @pytest.mark.thorough
@@ -127,19 +161,27 @@ def test_xla_counts_the_same_where_it_counts_right():
     config = replace(CONFIG, unroll=L)
     parameters = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
     function = lambda p, t: models.apply(config, p, t).hidden
-    counted, everything = flops.count(function, parameters, tokens).matmul, theirs(function, parameters, tokens)
+    counted, everything = (
+        flops.count(function, parameters, tokens).matmul,
+        theirs(function, parameters, tokens),
+    )
     assert 0.85 * everything < counted < everything
 
 
 def test_blockwise_attention_counts_what_it_visits():
-    """Blocks that the mask leaves empty are no work: a constant table has the others, and its loops share it."""
+    """Blocks that the mask leaves empty are no work: a constant table has the others, and its loops
+    share it."""
     query = floats(B, 512, 4, 16)
     for mask in (masks.causal(), masks.causal() & masks.window(100), masks.full()):
-        run = lambda q, k, v, mask=mask: blockwise.attention(q, k, v, Call(mask), block=(32, 64, 64))
+        run = lambda q, k, v, mask=mask: blockwise.attention(
+            q, k, v, Call(mask), block=(32, 64, 64)
+        )
         visited = int((mask.sized(512).blocks(512, 512, (32, 64)) != masks.EMPTY).sum()) * 32 * 64
         counted = flops.count(run, query, query, query)
         assert counted.matmul == visited * B * 4 * 16 * 4 and not counted.notes
-        both = flops.count(jax.grad(lambda *a, run=run: run(*a).sum(), (0, 1, 2)), query, query, query)
+        both = flops.count(
+            jax.grad(lambda *a, run=run: run(*a).sum(), (0, 1, 2)), query, query, query
+        )
         # scores again, two products for each of two, and the sums of gradient times output
         assert both.matmul == 7 / 2 * counted.matmul + 2 * query.size and not both.notes
 
@@ -162,7 +204,9 @@ def test_the_splash_kernel_counts_its_blocks():
     whole = flops.count(partial(run, masks.full()), query)
     assert whole.matmul == 4 * 2 * 512**2 * 128 and not whole.notes
     banded = flops.count(partial(run, masks.causal()), floats(1, 2048, 2, 128))
-    assert banded.matmul == 10 / 16 * 4 * 2 * 2048**2 * 128  # 4 x 4 blocks of 512, those above the diagonal left out
+    assert (
+        banded.matmul == 10 / 16 * 4 * 2 * 2048**2 * 128
+    )  # 4 x 4 blocks of 512, those above the diagonal left out
 
 
 def test_loops_of_known_and_of_unknown_length():
@@ -170,14 +214,27 @@ def test_loops_of_known_and_of_unknown_length():
     once = 2 * 8**3
     body = lambda _, y: y @ y
     assert flops.count(lambda x: jax.lax.fori_loop(0, 5, body, x), x).matmul == 5 * once
-    assert flops.count(lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y @ y, x), x).matmul == once
-    assert flops.count(lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y @ y, x), x).notes
-    assert flops.count(lambda n, x: jax.lax.fori_loop(0, n, body, x), jax.ShapeDtypeStruct((), jnp.int32), x).notes
-    assert flops.count(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=7)[0], x).matmul == 7 * once
+    assert (
+        flops.count(
+            lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y @ y, x), x
+        ).matmul
+        == once
+    )
+    assert flops.count(
+        lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 1, lambda y: y @ y, x), x
+    ).notes
+    assert flops.count(
+        lambda n, x: jax.lax.fori_loop(0, n, body, x), jax.ShapeDtypeStruct((), jnp.int32), x
+    ).notes
+    assert (
+        flops.count(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=7)[0], x).matmul
+        == 7 * once
+    )
 
 
 def test_a_loop_over_rows_counts_for_all_of_them():
-    """As of routed experts, whose tokens come in blocks: how many are full the data say, and the array how many can be."""
+    """As of routed experts, whose tokens come in blocks: how many are full the data say, and the
+    array how many can be."""
     x, w = floats(6, 4, 8), floats(8, 8)
     run = lambda n, x, w: jax.lax.fori_loop(0, n, lambda i, out: out + x[i] @ w, jnp.zeros((4, 8)))
     counted = flops.count(run, jax.ShapeDtypeStruct((), jnp.int32), x, w)
@@ -204,10 +261,18 @@ def test_of_branches_the_dearest():
 
 def test_devices_under_shard_map_count_together():
     mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2))
-    mapped = jax.shard_map(lambda x, y: x @ y, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    mapped = jax.shard_map(
+        lambda x, y: x @ y, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
     # fsdp and tensor are manual, too, and compute the same: twice two times the work
     assert flops.count(mapped, floats(8, 8), floats(8, 8)).matmul == 4 * 2 * 8**3
-    one = jax.shard_map(lambda x, y: x @ y, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"})
+    one = jax.shard_map(
+        lambda x, y: x @ y,
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert flops.count(jax.jit(one), floats(8, 8), floats(8, 8)).matmul == 2 * 8**3
 

@@ -1,4 +1,5 @@
-"""What XLA's CUDA compiler makes of our programs, for a GPU that is not here: counts that a slower program would change."""
+"""What XLA's CUDA compiler makes of our programs, for a GPU that is not here: counts that a slower
+program would change."""
 
 import importlib.util
 
@@ -6,13 +7,17 @@ import pytest
 
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs pip install 'jaxformer[plan-gpu]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None,
+        reason="needs pip install 'jaxformer[plan-gpu]'",
+    ),
 ]
 
 PROGRAMS = """
 import json, re
 from dataclasses import replace
 from jaxformer.tools.planning import topology
+
 topology.prepare()
 import jax, jax.numpy as jnp
 from jaxformer.models import ModelConfig
@@ -23,6 +28,7 @@ from jaxformer.tools.planning import compile, hlo, plan
 model = ModelConfig(8192, 4, 512, 8, 512, use_bias=False)
 experiment = replace(plan.of_preset("any", model), model=model, batch_size=64)
 
+
 def step(mesh, name):
     devices = topology.devices(name)
     traced = compile.trace(replace(experiment, mesh=mesh), devices)
@@ -30,22 +36,40 @@ def step(mesh, name):
         program, _ = compile.compile_step(traced.stage.lower(), devices, False)
     text = program.as_text()
     copies = re.findall(r"= f32\\[4,512,2048\\]\\S* copy\\(", text)
-    return dict(others=hlo.traffic(text).others, kept=program.memory_analysis().temp_size_in_bytes, copies=len(copies),
-                scatters=len(re.findall(r"f32\\[\\d+,\\d+,8192\\]\\S* scatter\\(", text)))
+    return dict(
+        others=hlo.traffic(text).others,
+        kept=program.memory_analysis().temp_size_in_bytes,
+        copies=len(copies),
+        scatters=len(re.findall(r"f32\\[\\d+,\\d+,8192\\]\\S* scatter\\(", text)),
+    )
+
 
 def experts(count):
     loss = lambda *arrays: jnp.sum(mixture(*arrays, jax.nn.silu, top_k=2)[0].astype(jnp.float32))
-    place = jax.sharding.NamedSharding(jax.sharding.Mesh(topology.devices("h100:1x1"), ("data",)), jax.sharding.PartitionSpec())
+    place = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(topology.devices("h100:1x1"), ("data",)), jax.sharding.PartitionSpec()
+    )
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
     E, D, F = count, 256, 1024
     weights = [array(jnp.float32, *shape) for shape in ((D, E), (E, D, F), (E, D, F), (E, F, D))]
-    program = jax.jit(jax.grad(loss, (1, 2, 3)), out_shardings=place).lower(array(jnp.bfloat16, 4, 2048, D), *weights).compile()
+    program = (
+        jax.jit(jax.grad(loss, (1, 2, 3)), out_shardings=place)
+        .lower(array(jnp.bfloat16, 4, 2048, D), *weights)
+        .compile()
+    )
     return program.memory_analysis().temp_size_in_bytes
 
-print(json.dumps({
-    "one": step(Mesh(data=1), "h100:1x1"), "fsdp": step(Mesh(data=1, fsdp=8), "h100:1x8"),
-    "data": step(Mesh(data=8), "h100:1x8"), "experts": [experts(4), experts(32)],
-}))
+
+print(
+    json.dumps(
+        {
+            "one": step(Mesh(data=1), "h100:1x1"),
+            "fsdp": step(Mesh(data=1, fsdp=8), "h100:1x8"),
+            "data": step(Mesh(data=8), "h100:1x8"),
+            "experts": [experts(4), experts(32)],
+        }
+    )
+)
 """
 
 
@@ -57,14 +81,19 @@ def programs(lines_of):
 
 def test_a_step_writes_no_second_state_and_no_array_of_logits_for_its_labels(programs):
     assert programs["one"]["scatters"] == 0
-    assert programs["one"]["copies"] <= 2  # of the parameters and two moments; a conditional copies each twice
+    assert (
+        programs["one"]["copies"] <= 2
+    )  # of the parameters and two moments; a conditional copies each twice
 
 
 def test_what_a_step_moves_besides_its_products(programs):
-    """The update reads and writes 7 arrays of each weight; there are passes over activations and logits."""
+    """The update reads and writes 7 arrays of each weight; there are passes over activations and
+    logits."""
     parameters, tokens, D, L, V = 16.9e6, 64 * 512, 512, 4, 8192
     bytes_of_a_channel, bytes_of_a_logit = 130, 22
-    assert programs["one"]["others"] < 28 * parameters + tokens * (bytes_of_a_channel * D * L + bytes_of_a_logit * V), programs
+    assert programs["one"]["others"] < 28 * parameters + tokens * (
+        bytes_of_a_channel * D * L + bytes_of_a_logit * V
+    ), programs
 
 
 def test_fsdp_keeps_as_much_as_replicas(programs):
@@ -73,6 +102,7 @@ def test_fsdp_keeps_as_much_as_replicas(programs):
 
 
 def test_experts_of_more_rows_need_little_more_memory(programs):
-    """If every row met every expert, eight times as many experts would take seven times the memory."""
+    """If every row met every expert, eight times as many experts would take seven times the
+    memory."""
     few, many = programs["experts"]
     assert many < 2 * few

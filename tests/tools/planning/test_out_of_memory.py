@@ -1,4 +1,5 @@
-"""What is said of a step that does not fit: every change is one that the command line takes, with the bytes that it needs."""
+"""What is said of a step that does not fit: every change is one that the command line takes, with
+the bytes that it needs."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,17 +24,26 @@ BASE = Experiment("any", STACK, Text("data/nowhere.txt"), batch_size=32, mesh=Me
 
 @pytest.fixture
 def needed(monkeypatch):
-    """The experiments that were planned: in place of a compiler, their state and their examples of a pass are counted."""
+    """The experiments that were planned: in place of a compiler, their state and their examples of
+    a pass are counted."""
     planned = []
 
     def count(experiment):
         rows = experiment.batch_size // experiment.accumulation
-        mesh = parallel.run_mesh(experiment.mesh, rows) or parallel.make_mesh(Mesh(data=1), jax.devices()[:1])
+        mesh = parallel.run_mesh(experiment.mesh, rows) or parallel.make_mesh(
+            Mesh(data=1), jax.devices()[:1]
+        )
         recipe = build(experiment)
         state = abstract_state(recipe, state_shardings(recipe, mesh))
         planned.append(experiment)
-        saved = (experiment.precision != "float32") + (getattr(experiment.model, "remat", "full") == "full")
-        return device_bytes(state) + 2**20 * rows // 2**saved, None, SimpleNamespace(mesh=mesh, state=state)
+        saved = (experiment.precision != "float32") + (
+            getattr(experiment.model, "remat", "full") == "full"
+        )
+        return (
+            device_bytes(state) + 2**20 * rows // 2**saved,
+            None,
+            SimpleNamespace(mesh=mesh, state=state),
+        )
 
     monkeypatch.setattr(out_of_memory, "needed", count)
     return planned
@@ -48,7 +58,10 @@ def needed(monkeypatch):
         ({"mesh": Mesh(data=2, tensor=4)}, {"--accumulation=8", "--mesh.data=1 --mesh.fsdp=-1"}),
         ({"mesh": Mesh(data=1, tensor=-1)}, {"--accumulation=8"}),
         ({"mesh": Mesh(backend="pmap")}, {"--accumulation=4"}),
-        ({"model": replace(STACK, d_model=36, num_heads=4)}, {"--accumulation=4"}),  # fsdp does not divide its width
+        (
+            {"model": replace(STACK, d_model=36, num_heads=4)},
+            {"--accumulation=4"},
+        ),  # fsdp does not divide its width
         ({"batch_size": 24}, set()),
         ({"accumulation": 2}, {"--accumulation=4", "--batch-size=16"}),
         ({"mesh": Mesh(data=2, stage=2)}, {"--accumulation=8"}),
@@ -60,13 +73,17 @@ def test_a_change_that_is_refused_takes_nothing_from_the_others(needed, changed,
     experiment = replace(BASE, **changed)
     said = out_of_memory.explain(experiment).splitlines()
     peak = out_of_memory.needed(experiment)[0]
-    assert said[0].startswith(f"a step needs {out_of_memory.gib(peak)} on each device: parameters"), said
+    assert said[0].startswith(
+        f"a step needs {out_of_memory.gib(peak)} on each device: parameters"
+    ), said
     lines = [line.removeprefix("  with ") for line in said[1:]]
     assert 0 < len(lines) <= 3
     for line in lines:
         words = line.split(": ")[0].split()
         options, size = [word for word in words if word.startswith("--")], " ".join(words[-2:])
-        assert size == out_of_memory.gib(out_of_memory.needed(config.override(experiment, options))[0])
+        assert size == out_of_memory.gib(
+            out_of_memory.needed(config.override(experiment, options))[0]
+        )
     assert all(config.override(experiment, options.split()) in needed for options in offered)
 
 
@@ -98,4 +115,6 @@ def test_what_the_host_holds_is_on_no_device(needed):
 @pytest.mark.thorough
 def test_a_real_plan_on_simulated_devices():
     said = out_of_memory.explain(replace(BASE, ema_decay=0.9))
-    assert said.startswith("a step needs") and "  large: " in said and said.count("  with --") >= 1, said
+    assert (
+        said.startswith("a step needs") and "  large: " in said and said.count("  with --") >= 1
+    ), said

@@ -6,13 +6,16 @@ import pytest
 
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install 'jaxformer[tpu]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="needs pip install 'jaxformer[tpu]'"
+    ),
 ]
 
 PROGRAMS = """
 import json
 from dataclasses import replace
 from jaxformer.tools.planning import topology
+
 topology.prepare()
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh as JaxMesh, NamedSharding, PartitionSpec as P
@@ -25,23 +28,44 @@ from jaxformer.tools.planning import hlo, plan
 one = NamedSharding(JaxMesh(np.array(topology.devices("v5e:1x1")), ("data",)), P())
 array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=one)
 
+
 def compiled(function, arguments, *arrays):
     return jax.jit(jax.grad(function, arguments), out_shardings=one).lower(*arrays).compile()
+
 
 def head():
     "The gradient of the loss head of LLaMA 3 on 32,768 tokens of a chip."
     loss = lambda hidden, kernel, labels: projected_cross_entropy(hidden, kernel, labels).loss
-    shapes = array(jnp.bfloat16, 4, 8192, 4096), array(jnp.float32, 128256, 4096), array(jnp.int32, 4, 8192)
+    shapes = (
+        array(jnp.bfloat16, 4, 8192, 4096),
+        array(jnp.float32, 128256, 4096),
+        array(jnp.int32, 4, 8192),
+    )
     program = compiled(loss, (0, 1), *shapes)
     return sum(hlo.traffic(program.as_text())), program.memory_analysis().temp_size_in_bytes
 
+
 def step(name, mesh, D, F, sums="float32"):
     "The exchanges of a step of four layers, in MiB."
-    model = replace(presets.llama_7b, num_layers=4, d_model=D, num_heads=8, d_ff=F, vocab_size=2048, context_length=512)
+    model = replace(
+        presets.llama_7b,
+        num_layers=4,
+        d_model=D,
+        num_heads=8,
+        d_ff=F,
+        vocab_size=2048,
+        context_length=512,
+    )
     devices = topology.devices(name)
-    experiment = replace(plan.of_preset("small", model), batch_size=max(16, len(devices)), mesh=mesh, gradient_sums=sums)
+    experiment = replace(
+        plan.of_preset("small", model),
+        batch_size=max(16, len(devices)),
+        mesh=mesh,
+        gradient_sums=sums,
+    )
     made = plan.plan(experiment, name, devices, fast=True)
     return {one["kind"]: one["bytes"] / 2**20 for one in made.collectives}
+
 
 def experts():
     "Kernels and loops of the forward and backward pass of a layer of routed experts."
@@ -51,11 +75,18 @@ def experts():
     text = compiled(loss, (0, 1, 2, 3, 4), array(jnp.bfloat16, 2, 2048, D), *weights).as_text()
     return text.count('custom_call_target="tpu_custom_call"'), text.count(" while(")
 
-print(json.dumps({
-    "head": head(), "experts": experts(), "tensor": step("v5e:2x2", Mesh(data=1, tensor=4), 1024, 2816),
-    "fsdp": step("v5e:16x16", Mesh(data=1, fsdp=256), 4096, 11008),
-    "fsdp16": step("v5e:16x16", Mesh(data=1, fsdp=256), 4096, 11008, "bfloat16"),
-}))
+
+print(
+    json.dumps(
+        {
+            "head": head(),
+            "experts": experts(),
+            "tensor": step("v5e:2x2", Mesh(data=1, tensor=4), 1024, 2816),
+            "fsdp": step("v5e:16x16", Mesh(data=1, fsdp=256), 4096, 11008),
+            "fsdp16": step("v5e:16x16", Mesh(data=1, fsdp=256), 4096, 11008, "bfloat16"),
+        }
+    )
+)
 """
 
 
@@ -66,13 +97,15 @@ def programs(lines_of):
 
 
 def test_the_loss_head_moves_its_gradient_once_in_1024_tokens(programs):
-    """32 chunks. With 256 of them (64 MiB of logits in each) it was 1,509 GiB and 1.23 GiB of temporaries."""
+    """32 chunks. With 256 of them (64 MiB of logits in each) it was 1,509 GiB and 1.23 GiB of
+    temporaries."""
     traffic, temporaries = programs["head"]
     assert traffic < 260 * 2**30 and temporaries < 2 * 2**30
 
 
 def test_a_layer_split_over_tensor_has_five_sums(programs):
-    """Attention and feed-forward, forward; attention again; what enters q, k, v, and gate, up. It was eight."""
+    """Attention and feed-forward, forward; attention again; what enters q, k, v, and gate, up. It
+    was eight."""
     array = 16 * 512 * 1024 * 4 / 2**20  # a fast compile sums in float32, the usual one in bfloat16
     outside = 3 * array  # embedding and head
     assert 4 * 5 * array <= programs["tensor"]["all-reduce"] <= 4 * 5 * array + outside
@@ -82,8 +115,14 @@ def test_fsdp_over_a_torus_of_256_scatters_each_gradient_and_sums_none(programs)
     """It was a whole float32 all-reduce of each weight."""
     kernels, head = 4 * (4 * 4096**2 + 3 * 4096 * 11008), 2048 * 4096
     found = programs["fsdp"]
-    assert found["all-reduce"] < 20  # norms, and in a fast compile the gather of the head; each kernel would be 64 or 172
-    assert 4 * kernels / 256 <= found["reduce-scatter"] * 2**20 <= 4 * (kernels + head) * (1 / 16 + 1 / 256) + 2**20
+    assert (
+        found["all-reduce"] < 20
+    )  # norms, and in a fast compile the gather of the head; each kernel would be 64 or 172
+    assert (
+        4 * kernels / 256
+        <= found["reduce-scatter"] * 2**20
+        <= 4 * (kernels + head) * (1 / 16 + 1 / 256) + 2**20
+    )
 
 
 def test_experts_are_kernels_of_the_chip(programs):

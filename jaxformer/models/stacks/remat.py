@@ -1,0 +1,78 @@
+"""What a layer keeps for its backward pass: `ModelConfig.remat`."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+
+from jaxformer.models.config import ModelConfig
+from jaxformer.ops.einsum import PRODUCT
+
+
+def remat(config: ModelConfig, f: Callable, in_scan: bool) -> Callable:
+    """f under `jax.checkpoint`: it keeps for the backward pass what `ModelConfig.remat` says.
+
+    Gathered weights are never kept: they are gathered again.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    # within a scan the loop separates the two passes, so nothing else has to prevent CSE
+    checkpoint = partial(jax.checkpoint, f, prevent_cse=not in_scan)
+    match config.remat:
+        case "none":
+            gathers = not mesh.empty and mesh.shape.get("fsdp", 1) > 1
+            return checkpoint(policy=_save_all_but_cheap) if gathers else f
+        case "dots":
+            return checkpoint(policy=_save_products)
+        case "attention":
+            return checkpoint(policy=_save_attention)
+        case "full":
+            return checkpoint()
+
+
+def _save_products(primitive, *operands, **options) -> bool:
+    """Saves products with weights.
+
+    Those of `ops.einsum` are recognised by their name, after rounding. Others, a user's own, are
+    products without batch axes.
+    """
+    if primitive.name == "name":
+        return options["name"] == PRODUCT
+    if primitive.name != "dot_general":
+        return False
+    _, (batch, _) = options["dimension_numbers"]
+    return not batch and options["preferred_element_type"] in (None, operands[0].dtype)
+
+
+def _save_attention(primitive, *_, name: str = "", **__) -> bool:
+    """Saves the results of attention kernels.
+
+    Our kernels name their results. cuDNN's forward pass is a primitive of its own.
+    """
+    if primitive.name == "name":
+        return name == "attention"
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
+# Primitives that cost nothing to compute again. A gathered weight is only sharded or cast again;
+# the others run beside a product. Their float32 arrays would be most of what a layer in 16 bits
+# keeps. So the policy also looks into functions that are recomputed, such as activations and norms.
+_CHEAP = {
+    "sharding_constraint", "all_gather", "convert_element_type", "add", "sub", "mul", "div", "neg",
+    "exp", "log", "erf", "tanh", "logistic", "rsqrt", "sqrt", "square", "integer_pow", "max", "min",
+    "select_n", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "concatenate",
+    "slice", "split", "iota", "reduce_sum", "reduce_max", "stop_gradient",
+}  # fmt: skip
+
+
+def _save_all_but_cheap(primitive, *operands, call_jaxpr=None, **_) -> bool:
+    """Saves every value that is not cheap to compute again (`_CHEAP`), and gathered vectors.
+
+    Cheap values are sharded or cast copies, and elementwise functions of saved values.
+    """
+    names = [primitive.name]
+    if call_jaxpr is not None:
+        names = [equation.primitive.name for equation in call_jaxpr.eqns]
+    is_of_vectors = bool(operands) and all(x.ndim <= 1 for x in operands)
+    if is_of_vectors and "broadcast_in_dim" not in names:
+        return True
+    return not all(name in _CHEAP for name in names)
