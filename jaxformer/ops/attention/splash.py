@@ -34,7 +34,7 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     `refuses_on_mesh` name.
     """
     refuse("splash", refuses(query, key, value, call))
-    refuse("splash", refuses_on_mesh(query, key, value))
+    refuse("splash", refuses_on_mesh(query, key, value, call))
     (B, T, N, H), S = query.shape, key.shape[1]
     width = max(H, value.shape[-1])
     split = share(B, T, key.shape[2])
@@ -42,8 +42,7 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     assert query_block is not None  # `refuses_on_mesh` would have named it
     block = query_block, block_size(S, width)
     dynamic = [conjunct for conjunct in call.mask.conjuncts() if not conjunct.static]
-    static = [conjunct for conjunct in call.mask.conjuncts() if conjunct.static] or [full()]
-    static = reduce(and_, static).at(call.mask.first(T, S))
+    static = _static_part(call.mask, T, S)
     tables = _tables(static, N, T, S, block)
     if B == 0 or not any(table.blocks.any() for table in tables):
         return jnp.zeros((B, T, N, value.shape[-1]), query.dtype)
@@ -90,17 +89,32 @@ def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
     return "second mask of segments" if len(segments) > 1 else None
 
 
-def refuses_on_mesh(query: Array, key: Array, value: Array) -> str | None:
+def refuses_on_mesh(query: Array, key: Array, value: Array, call: Call) -> str | None:
     """The part of a call that splash cannot compute on the mesh of `jax.set_mesh`; None: it can."""
-    B, T, _, H = query.shape
+    (B, T, _, H), S = query.shape, key.shape[1]
+    width = max(H, value.shape[-1])
     devices = device_count(share(B, T, key.shape[2]).length)
-    if _query_block(T, max(H, value.shape[-1]), devices) is not None:
+    query_block = _query_block(T, width, devices)
+    if query_block is None:
+        return f"{T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128)"
+    if devices == 1:
         return None
-    return f"{T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128)"
+    # JAX 0.12's kernel joins an empty list of tables (`_process_mask`, with q_seq_shards)
+    mask = _static_part(call.mask, T, S)
+    kinds = mask.blocks(T, S, (query_block, block_size(S, width)))
+    if (kinds == PARTIAL).any():
+        return None
+    return f"mask {call.mask} that leaves each block whole or empty, on mesh.context={devices}"
+
+
+def _static_part(mask: Mask, T: int, S: int) -> Mask:
+    """The conjuncts that read no arrays, at the offset of T queries among S keys."""
+    static = [conjunct for conjunct in mask.conjuncts() if conjunct.static] or [full()]
+    return reduce(and_, static).at(mask.first(T, S))
 
 
 def _refuses_here(query: Array, key: Array, value: Array, call: Call) -> str | None:
-    return refuses(query, key, value, call) or refuses_on_mesh(query, key, value)
+    return refuses(query, key, value, call) or refuses_on_mesh(query, key, value, call)
 
 
 SPLASH = Kernel("splash", attention, _refuses_here, platforms=("tpu",))

@@ -333,6 +333,17 @@ def test_on_a_mesh_each_device_has_its_share(mesh, by_head):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
+@pytest.mark.parametrize("mask", [masks.full(), masks.window(600, 600)])
+def test_a_mask_of_whole_blocks_is_refused_where_queries_are_split(mask):
+    """JAX's kernel ends in an error there, which names neither the mask nor the mesh."""
+    x = jnp.ones((2, 512, 4, 64))
+    with jax.set_mesh(make_mesh(Mesh(data=2, context=4))):
+        with pytest.raises(NotImplementedError, match=r"whole or empty, on mesh\.context=4"):
+            attention(x, x, x, mask=mask, implementation="splash")
+        assert splash.refuses_on_mesh(x, x, x, Call(masks.causal())) is None
+    assert splash.refuses_on_mesh(x, x, x, Call(mask)) is None
+
+
 def test_the_platform_is_the_mesh_s_which_need_not_be_here(caplog):
     """What `plan` compiles: on a machine without a TPU, the program that a TPU would choose."""
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
