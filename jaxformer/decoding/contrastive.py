@@ -28,10 +28,10 @@ from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.model import (
     Prompts,
     Tokens,
-    bucket,
     check_rotations,
     open_model,
     padded,
+    padded_length,
     source_inputs,
 )
 from jaxformer.decoding.state import new_tokens
@@ -79,7 +79,7 @@ def contrast(
     for first in range(0, len(prompts), rows):
         index = [min(i, len(prompts) - 1) for i in range(first, first + rows)]
         texts = [prompts[i] for i in index]
-        T = bucket(max(map(len, texts)), models.last_stack(config))
+        T = padded_length(max(map(len, texts)), models.last_stack(config))
         tokens = np.concatenate([padded(text, T) for text in texts])
         lengths = np.array([len(text) for text in texts], np.int32)
         ends = lengths + counts[index].astype(np.int32)

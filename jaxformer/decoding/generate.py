@@ -30,9 +30,9 @@ from jaxformer.decoding.model import (
     Model,
     Prompts,
     Tokens,
-    bucket,
     open_model,
     padded,
+    padded_length,
     rotation_end,
     source_inputs,
 )
@@ -315,7 +315,7 @@ def read(
     cache = None
     for first in range(0, longest, piece_length):
         pieces = [prompt[first : first + piece_length] for prompt in prompts]
-        width = min(bucket(max(map(len, pieces)), stack), max(piece_length, CHUNK))
+        width = min(padded_length(max(map(len, pieces)), stack), max(piece_length, CHUNK))
         tokens = np.concatenate([padded(piece, width) for piece in pieces])
         piece_lengths = np.array([len(piece) for piece in pieces], np.int32)
         arrays = jax.device_put((tokens, piece_lengths, options, lengths))

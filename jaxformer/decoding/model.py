@@ -53,9 +53,9 @@ def open_model(
         leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)
     )
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
-    source_length = 0 if sources is None else bucket(max(map(len, sources)), config.encoder)
+    source_length = 0 if sources is None else padded_length(max(map(len, sources)), config.encoder)
     longest = sum(_longest(prompts, 0 if max_tokens is None else max_tokens))
-    cache_length = bucket(longest, models.last_stack(config))
+    cache_length = padded_length(longest, models.last_stack(config))
     if cache_dtype is None:
         # to write one token, XLA:CPU converts a 16-bit cache to 32 bits and back
         cache_dtype = jnp.promote_types(dtype, jnp.float32) if platform() == "cpu" else dtype
@@ -70,7 +70,7 @@ def open_model(
     )
 
 
-def bucket(length: int, config: ModelConfig) -> int:
+def padded_length(length: int, config: ModelConfig) -> int:
     """The length to compile for: `length` rounded up by at most a quarter.
 
     So four programs serve all lengths from n to 2 n.

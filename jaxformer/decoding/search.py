@@ -19,10 +19,10 @@ from jaxformer.decoding.model import (
     Model,
     Prompts,
     Tokens,
-    bucket,
     check_rotations,
     open_model,
     padded,
+    padded_length,
     source_inputs,
 )
 from jaxformer.decoding.steps import decode_step, logits_of
@@ -226,7 +226,7 @@ def _shifted(
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """(tokens [B, T], labels [B, T], options of `models.encode`) of the texts in `index`."""
     batch = [texts[i] for i in index]
-    length = bucket(max(map(len, batch)) - 1, models.last_stack(model.config))
+    length = padded_length(max(map(len, batch)) - 1, models.last_stack(model.config))
     tokens = np.concatenate([padded(text[:-1], length) for text in batch])
     labels = np.concatenate([padded(text[1:], length) for text in batch])
     segments = np.concatenate([padded([1] * (len(text) - 1), length) for text in batch])

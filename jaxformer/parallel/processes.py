@@ -305,7 +305,7 @@ def run_together(body: Callable[[], int]) -> int:
     return code
 
 
-def local_rows(mesh: jax.sharding.Mesh | None, batch_size: int) -> np.ndarray | None:
+def local_examples(mesh: jax.sharding.Mesh | None, batch_size: int) -> np.ndarray | None:
     """The examples of a global batch that this process's devices hold: their indices, in order.
 
     None for a single process, which holds all.
@@ -320,7 +320,7 @@ def local_rows(mesh: jax.sharding.Mesh | None, batch_size: int) -> np.ndarray | 
 def global_batch(
     mesh: jax.sharding.Mesh, size: int, batch: dict[str, np.ndarray]
 ) -> dict[str, jax.Array]:
-    """The global batch of `size` examples, made of the `local_rows` of each process."""
+    """The global batch of `size` examples, made of the `local_examples` of each process."""
     shapes = {
         name: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
         for name, leaf in batch.items()

@@ -47,7 +47,7 @@ class StepBatches:
     @cached_property
     def rows(self) -> np.ndarray | None:
         """The indices of this process's examples in a global batch; None: all."""
-        return processes.local_rows(self.mesh, self.batch_size)
+        return processes.local_examples(self.mesh, self.batch_size)
 
     @cached_property
     def _examples(self) -> Any:

@@ -29,7 +29,7 @@ from jaxformer.runs.run_folder import RunFolder
 from jaxformer.runs.scores import evaluator, examples_scored
 from jaxformer.runs.setup import Setup
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.recipe import row_lengths, trained_weights
+from jaxformer.training.recipe import example_lengths, trained_weights
 from jaxformer.training.step import TrainState
 
 log = logging.getLogger("jaxformer")
@@ -74,7 +74,7 @@ def prepare(setup: Setup, references: Frozen, refresh: Callable[[RunFolder], Any
     experiment = setup.experiment
     recipe = setup.recipe
     dataset = setup.dataset
-    part = processes.local_rows(setup.mesh, experiment.batch_size)
+    part = processes.local_examples(setup.mesh, experiment.batch_size)
     place = place_step(recipe, setup.mesh, part, experiment.batch_size)
     step = place.step
     if references.params:
@@ -155,7 +155,7 @@ def peak_time(setup: Setup) -> Callable[[dict[str, Any]], float | None]:
         return lambda batch: None
     devices = 1 if setup.mesh is None else setup.mesh.size
     seconds = cache(partial(seconds_at_peak, experiment, devices, kind))
-    return lambda batch: seconds(*row_lengths(experiment, batch))
+    return lambda batch: seconds(*example_lengths(experiment, batch))
 
 
 def seconds_at_peak(

@@ -62,7 +62,7 @@ def evaluator(
         return recipe.score(trained, batch, key, step, references)
 
     def batches(examples: int, size: int) -> Iterator[dict[str, Any]]:
-        rows = processes.local_rows(mesh, size)
+        rows = processes.local_examples(mesh, size)
         validation = batching.ValidationBatches(dataset.validation, size, rows, examples)
         return (on_devices(mesh, rows, size, validation[i]) for i in range(len(validation)))
 

@@ -210,7 +210,7 @@ def in_micro_batches(score: Loss, count: int) -> Loss:
     return scored
 
 
-def row_lengths(experiment: Any, batch: dict[str, Any]) -> tuple[int, int | None]:
+def example_lengths(experiment: Any, batch: dict[str, Any]) -> tuple[int, int | None]:
     """(length of an example, length of its source or None), in tokens or patches.
 
     An array that the batch of a user's own data does not have counts with the config's

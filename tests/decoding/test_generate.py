@@ -14,7 +14,7 @@ import pytest
 
 from jaxformer import decoding, masks, models, params
 from jaxformer.decoding import Sampling, filters
-from jaxformer.decoding.model import bucket
+from jaxformer.decoding.model import padded_length
 from jaxformer.errors import ConfigError
 from jaxformer.models import (
     Classification,
@@ -489,9 +489,9 @@ def test_other_prompts_and_settings_compile_nothing():
         )
 
     longest = [rng.integers(0, V, 32).tolist()]  # of one bucket with max_tokens from 13 to 16
-    assert bucket(32 + 13, config) == bucket(32 + 16, config) and bucket(17, config) == bucket(
-        32, config
-    )
+    assert padded_length(32 + 13, config) == padded_length(32 + 16, config) and padded_length(
+        17, config
+    ) == padded_length(32, config)
     run(draw(8) + longest, 14, 0.9, 5, 0.9, [1], 1)
     assert compiled.count > 0
     before = compiled.count

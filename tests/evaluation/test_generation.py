@@ -8,7 +8,7 @@ import pytest
 from jaxformer import models, params
 from jaxformer.data.sources import Question
 from jaxformer.decoding import Beams, Sampling
-from jaxformer.decoding.model import bucket, open_model
+from jaxformer.decoding.model import open_model, padded_length
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import answers, new_tokens_for
 from jaxformer.models import (
@@ -50,7 +50,7 @@ def test_a_text_takes_what_positions_are_left(positions, pair):
         2,
     ]
     assert new_tokens_for(config, 6, PROMPTS) == ([5, 6] if positions in LIMITED else [6, 6])
-    assert bucket(7, stack) == (8 if positions in LIMITED else 16)
+    assert padded_length(7, stack) == (8 if positions in LIMITED else 16)
     weights = params.abstract(models.spec(config))
     make = lambda more: (
         lambda w: open_model(config, w, PROMPTS, room + more, [[1], [2]] if pair else None).params

@@ -409,7 +409,7 @@ def test_a_single_process_asks_nobody():
         and processes.all_gather_object(3) == [3]
     )
     assert processes.run_together(lambda: 7) == 7 and processes.step_limit() == 300
-    assert processes.local_rows(parallel.make_mesh(), 8) is None
+    assert processes.local_examples(parallel.make_mesh(), 8) is None
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_processes_load_the_rows_of_their_devices(monkeypatch, axes):
             addressable_devices_indices_map=lambda _, mine=mine: {one: whole[one] for one in mine}
         )
         monkeypatch.setattr(processes, "batch_sharding", lambda *_, place=place: {"rows": place})
-        found.append(processes.local_rows(mesh, 16).tolist())
+        found.append(processes.local_examples(mesh, 16).tolist())
     assert sorted({*found[0], *found[1]}) == list(range(16))
     split = axes.get("data", 1) * axes.get("fsdp", 1)
     assert found == ([list(range(8)), list(range(8, 16))] if split > 1 else [list(range(16))] * 2)

@@ -22,7 +22,7 @@ from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.run import Run, evaluator, open_run
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.training import AdamW, Checkpoints, Constant, Experiment
-from jaxformer.training.recipe import build, row_lengths
+from jaxformer.training.recipe import build, example_lengths
 from jaxformer.training.step import init_state, make_train_step
 
 TINY = Experiment(
@@ -175,12 +175,12 @@ def test_the_work_of_a_step_is_that_of_all_its_positions():
     assert found == cost.training_flops(TINY.model, 8) * 4 * 8 / (2 * cost.CHIPS["TPU v4"].peak)
     images = replace(TINY, model=zoo.PRESETS["vit_base"], batch_size=8)
     found = (
-        loop.seconds_at_peak(images, 1, "TPU v4", *row_lengths(images, {"images": None}))
+        loop.seconds_at_peak(images, 1, "TPU v4", *example_lengths(images, {"images": None}))
         * cost.CHIPS["TPU v4"].peak
     )
     assert found == pytest.approx(8 * 6 * 17.58e9, rel=0.01)  # multiply-adds of an image
     pair = replace(TINY, model=zoo.PRESETS["t5_small"])
-    assert row_lengths(pair, {"my_source": None, "my_target": None}) == (
+    assert example_lengths(pair, {"my_source": None, "my_target": None}) == (
         512,
         512,
     )  # a user's data may have other names

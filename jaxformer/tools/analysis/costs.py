@@ -83,13 +83,13 @@ def _check_sizes(length: int, batch: int) -> None:
 
 def _mixing(config: Any, length: int, batch: int) -> Part:
     """The cost of the exchange between positions: scores, and their products with values."""
-    stacks = (config.encoder, config.decoder) if isinstance(config, EncoderDecoder) else (config,)
+    if isinstance(config, EncoderDecoder):
+        stacks = [(config.encoder, 0), (config.decoder, config.decoder.num_layers)]
+    else:
+        stacks = [(config, 0)]
     flops_total = 0.0
     moved = 0.0
-    for stack in stacks:
-        cross_layers = 0
-        if isinstance(config, EncoderDecoder) and stack is config.decoder:
-            cross_layers = stack.num_layers
+    for stack, cross_layers in stacks:
         if stack.mixer is None:
             flops_total += sum(scores_by_layer(stack, length, batch))
         else:

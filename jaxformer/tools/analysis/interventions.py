@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxformer import models
+from jaxformer.errors import ConfigError
 
 Loss = Callable[[models.Output], Array]
 
@@ -61,12 +62,17 @@ def head_ablation(
 ) -> Float[Array, "L N"]:
     """The loss without a head minus the loss with all heads, for each head.
 
-    `options` are passed to `models.apply`. Michel et al. 2019, arXiv:1905.10650, section 3.
+    `options` are passed to `models.apply`. Raises ConfigError for a `name` of one layer. Michel et
+    al. 2019, arXiv:1905.10650, section 3.
     """
-
     run = partial(models.apply, config, params, tokens, **options)
     shapes = jax.eval_shape(lambda: run(intermediates=(name,)).intermediates)
-    L, N = shapes[name].shape[0::3]  # of [L, B, T, N, H]
+    if len(shapes[name].shape) != 5:
+        raise ConfigError(
+            f"head_ablation: {name} is {list(shapes[name].shape)}; "
+            "expected the heads of all layers [L, B, T, N, H], such as layers/*/attention/heads"
+        )
+    L, _, _, N, _ = shapes[name].shape
 
     def loss_without(number: Array) -> Array:
         edit = partial(_silence, number // N, number % N)

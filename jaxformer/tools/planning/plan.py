@@ -27,7 +27,7 @@ from jaxformer.tools.planning.compile import (
 )
 from jaxformer.tools.planning.lines import gib
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.recipe import build, row_lengths, trained_weights
+from jaxformer.training.recipe import build, example_lengths, trained_weights
 from jaxformer.training.step import abstract_references, abstract_state, make_train_step
 
 
@@ -135,7 +135,7 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     text = (compiled.as_text() or "") if compiled else ""
     exchanges = hlo.exchanges(text)
     moved = hlo.traffic(text)
-    length, source = row_lengths(experiment, traced.batch)
+    length, source = example_lengths(experiment, traced.batch)
     tokens = experiment.batch_size * length
     trained = trained_weights(experiment)
     seconds = roofline.seconds(counted.matmul / len(devices), moved, exchanges, mesh, chip)

@@ -95,6 +95,13 @@ def test_a_pair_attends_three_times():
     assert sum(row.flops for row in costs.parts(config, 16)) == pytest.approx(program.flops)
 
 
+def test_a_pair_of_one_stack_costs_what_a_pair_of_equal_stacks_costs():
+    one = replace(SMALL, masks=(masks.full(),), heads=())
+    same = EncoderDecoder(one, one)
+    equal = EncoderDecoder(one, replace(one))
+    assert costs.parts(same, 16) == costs.parts(equal, 16)
+
+
 @pytest.mark.thorough
 def test_scores_of_each_layer():
     """Layers with masks in turn: those of a window cost what it shows."""

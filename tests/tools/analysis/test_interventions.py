@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxformer import models
+from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.tools.analysis import interventions
 
@@ -57,3 +58,9 @@ def test_an_ablated_head_is_one_without_output():
         np.testing.assert_allclose(
             found[layer, head], expected, atol=2e-6
         )  # a difference of float32 losses
+
+
+def test_the_heads_of_one_layer_are_refused():
+    params = models.init(CONFIG, jax.random.key(0))
+    with pytest.raises(ConfigError, match=r"layers/0/attention/heads is \[2, 12, .*all layers"):
+        interventions.head_ablation(CONFIG, params, TOKENS, LOSS, name="layers/0/attention/heads")

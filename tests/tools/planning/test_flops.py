@@ -21,7 +21,7 @@ from jaxformer.ops.attention.call import Call
 from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.tools.planning import flops
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.recipe import build, row_lengths, trained_weights
+from jaxformer.training.recipe import build, example_lengths, trained_weights
 from jaxformer.training.step import init_state, make_train_step
 
 B, T, D, L, V = 2, 64, 32, 3, 128
@@ -144,7 +144,7 @@ def test_of_an_encoder_decoder_each_side_counts_its_own_tokens(objective, source
     counted = flops.count(
         make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch
     )
-    length, source = row_lengths(experiment, batch)
+    length, source = example_lengths(experiment, batch)
     assert (length, source) == ((256, 64) if "source" in batch else (52, 232))
     assert counted.matmul == pytest.approx(
         cost.training_flops(config, length, source) * B * length, rel=0.01
