@@ -229,7 +229,7 @@ def test_the_commands_of_a_page_exist(page):
     check_commands(code_of((PAGES | {"README": README})[page].read_text()))
 
 
-@pytest.mark.thorough_after(21)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_says_its_command_and_what_to_expect(name):
     docstring = ast.get_docstring(ast.parse(EXPERIMENTS[name].read_text()))

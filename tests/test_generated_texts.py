@@ -28,6 +28,7 @@ def worth(tokens):
     return found
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("shortest", "longest", "depth", "args"), [(4, 32, 3, 5), (200, 400, 10, 10)]
 )

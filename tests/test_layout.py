@@ -109,6 +109,7 @@ def test_imports_stay_on_their_floor_or_below(path):
         )
 
 
+@pytest.mark.thorough
 def test_no_circle_of_files():
     """Package faces (`__init__.py`) only hand on names, so they are no part of a circle."""
     edges = {
@@ -127,6 +128,7 @@ LEAVES = (
 )  # what the trunk does without; `cli` takes them inside a command
 
 
+@pytest.mark.thorough
 def test_the_trunk_imports_no_leaf():
     """No file of the trunk names one, and a process that trains loads none of a paper, a family or
     a tool."""
@@ -160,6 +162,7 @@ def loaded_after(statement, *modules):
     ).stdout.strip()
 
 
+@pytest.mark.thorough
 def test_the_front_door_is_light():
     assert loaded_after("import jaxformer", "jax", "flax", "orbax", "grain", "chex") == "[]"
     assert loaded_after("import jaxformer.config", "jax", "numpy") == "[]"

@@ -86,6 +86,7 @@ def its_key(key, shape, dtype):
     return jax.random.key_data(key)
 
 
+@pytest.mark.thorough
 def test_values_depend_on_key_and_path_alone():
     """Initializers are functions of their key, so it is enough to see that every leaf keeps its
     key."""
@@ -113,6 +114,7 @@ def test_leaves_of_one_shape_differ_and_jit_changes_nothing():
     nearly_equal(params.init(tree, KEY), values)
 
 
+@pytest.mark.thorough
 def test_initializers_see_shape_and_dtype():
     values = init(TREE, dtype=jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(values)} == {jnp.dtype(jnp.bfloat16)}
@@ -124,6 +126,7 @@ def test_initializers_see_shape_and_dtype():
     assert abs(np.std(wide) - 0.02) < 5 * 0.02 / math.sqrt(2 * wide.size)
 
 
+@pytest.mark.thorough
 def test_stacked_layers_draw_their_own_values():
     """Layer i is what the unstacked spec draws from the leaf's key folded with i; and the depth
     changes no layer."""

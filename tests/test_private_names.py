@@ -173,12 +173,14 @@ def private_imports(tree):
             )
 
 
+@pytest.mark.thorough
 def test_every_private_import_is_listed():
     found = {(file, module) for file, tree in sources() for module in private_imports(tree)}
     listed = {(private.file, private.module) for private in IMPORTED}
     assert found == listed, "list a new one with its reason, and remove one that is gone"
 
 
+@pytest.mark.thorough
 def test_every_private_attribute_is_listed():
     trees = list(sources())
     own = {name for _, tree in trees for name in own_names(tree)}
@@ -214,6 +216,7 @@ def test_a_private_name_is_what_it_was(private):
         assert names[: len(private.arguments)] == private.arguments, advice
 
 
+@pytest.mark.thorough
 def test_importing_us_patches_nothing_and_filters_no_log():
     """In a process of its own: JAX, orbax and logging are after the import of every module of ours
     what they were before."""

@@ -41,6 +41,7 @@ def partials(depth):
     return Holder(value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("build", [holders, lists, partials])
 def test_values_are_described_or_refused(build):
     assert (
@@ -53,6 +54,7 @@ def test_values_are_described_or_refused(build):
             function(build(2_000))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("depth", [5, 50, 150, 199])
 def test_an_option_may_nest_what_the_parser_reads(depth):
     """The parser of Python reads 200 brackets; what comes of them is described or refused."""
@@ -115,6 +117,7 @@ def test_json_that_nests(tmp_path):
                 C.read_json(path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("build", [holders, lists, partials])
 def test_what_is_described_can_be_read_again(build, tmp_path):
     """A run's config.json: a run that could be trained must not be refused when it is resumed."""

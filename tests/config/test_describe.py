@@ -462,6 +462,7 @@ def test_long_chains_of_helpers_are_described_in_linear_time(described):
 # Whatever a field may hold
 
 
+@pytest.mark.thorough_after(43)
 @pytest.mark.parametrize("make", ANYTHING.values(), ids=ANYTHING)
 def test_whatever_a_field_holds_is_described_without_addresses(make):
     described = json.dumps(C.describe(Experiment("x", make())), sort_keys=True, allow_nan=False)

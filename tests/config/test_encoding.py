@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
+@pytest.mark.thorough
 def test_a_command_in_an_ascii_locale(tmp_path):
     folder = tmp_path / "modèles 火"
     folder.mkdir()

@@ -169,6 +169,7 @@ def own(folder):
     return folder
 
 
+@pytest.mark.thorough
 def test_a_copy_run_again_gives_the_same_description(own):
     source = C.read("own.py")
     described = C.describe(source.experiment)

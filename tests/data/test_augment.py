@@ -29,7 +29,7 @@ IMAGES = jax.random.uniform(jax.random.key(0), (6, 8, 10, 3), minval=0.2)
 KEYS = jax.random.split(jax.random.key(1), 40)
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 def test_a_change_is_a_function_of_key_and_row(function):
     run = jax.jit(partial(augmented, (function,)))
@@ -67,6 +67,7 @@ def test_a_flip_undoes_itself():
     assert 8 <= flipped <= 32  # 40 coins, within four standard deviations
 
 
+@pytest.mark.thorough
 def test_a_crop_is_the_image_moved():
     image, seen = np.asarray(IMAGES[0]), set()
     wide = np.pad(image, ((2, 2), (2, 2), (0, 0)))
@@ -99,6 +100,7 @@ def test_a_resized_crop_reads_a_part_of_the_image():
     np.testing.assert_allclose(ResizedCrop((1.0, 1.0), (1.5, 1.5))(KEYS[0], ramp), ramp, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_move_is_scipys_affine_map():
     image = np.asarray(IMAGES[0])
     for key in KEYS[:5]:

@@ -37,6 +37,7 @@ def numbers(batch) -> list[int]:
     return batch["tokens"][:, 0].tolist()
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("count", WINDOW_COUNTS)
 def test_every_window_once_an_epoch_in_a_new_order(count):
     rows = 7 if count < LARGE else 701
@@ -115,6 +116,7 @@ def test_an_empty_split_is_refused():
         batches([], 4, seed=0)
 
 
+@pytest.mark.thorough
 @given(count=st.integers(1, 60), length=st.integers(1, 9), batch_size=st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
 def test_validation_covers_the_split_once_in_order(count, length, batch_size):
@@ -353,6 +355,7 @@ def test_prefetch_waits_for_a_slow_producer_and_stops_in_the_middle_of_one():
     steps.close()
 
 
+@pytest.mark.thorough
 def test_program_ends_though_a_prefetch_is_open():
     code = (
         "from jaxformer.data.batching import Prefetch\n"

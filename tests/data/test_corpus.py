@@ -93,6 +93,7 @@ def test_every_document_is_followed_by_the_end(small, texts):
     assert len(list((corpus.Path(texts.cache) / f"corpus-{entry}").glob("*.tokens"))) > 8
 
 
+@pytest.mark.thorough
 def test_processes_encode_the_same(texts, monkeypatch):
     monkeypatch.setattr(text_files, "PART", 4000)  # of this process: it plans
     dataset = open_dataset(texts)
@@ -103,6 +104,7 @@ def test_small_files_are_encoded_together(texts):
     assert len(text_files.group_parts(texts.path)) == 1
 
 
+@pytest.mark.thorough
 def test_tokens_do_not_depend_on_the_parts(small, texts, monkeypatch, tmp_path):
     first = open_dataset(texts)
     monkeypatch.setattr(text_files, "PART", 77)
@@ -168,6 +170,7 @@ def test_it_is_encoded_once(small, texts, monkeypatch):
     assert open_dataset(texts).digest == first.digest
 
 
+@pytest.mark.thorough
 def test_digest_follows_content_and_the_cache_follows_the_files(small, texts, tmp_path):
     first = open_dataset(texts)
     file = tmp_path / "texts" / "a.txt"
@@ -181,6 +184,7 @@ def test_digest_follows_content_and_the_cache_follows_the_files(small, texts, tm
     )
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("survivors", [0, 3])
 def test_encoding_goes_on_where_it_was_killed(small, texts, survivors, tmp_path, monkeypatch):
     whole = all_tokens(open_dataset(texts))
@@ -269,7 +273,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("finished", [True, False])
 def test_any_damaged_file_of_the_cache_is_found_and_made_anew(
@@ -311,6 +315,7 @@ def test_a_cache_that_was_copied_is_read_once_and_kept(small, texts, caplog, mon
     assert len(read) == len(with_tokens) and not caplog.records
 
 
+@pytest.mark.thorough
 def test_tokens_that_are_shortened_while_a_run_reads_them_are_one_line(small, texts):
     dataset = open_dataset(texts)
     for file in cache_files(texts, "*.tokens"):
@@ -326,6 +331,7 @@ def test_tokens_that_are_shortened_while_a_run_reads_them_are_one_line(small, te
     )
 
 
+@pytest.mark.thorough
 def test_files_that_change_while_they_are_encoded_are_not_kept(small, texts, monkeypatch):
     encode = corpus.encode_part
 
@@ -343,6 +349,7 @@ def test_files_that_change_while_they_are_encoded_are_not_kept(small, texts, mon
 # --- tokenizers
 
 
+@pytest.mark.thorough
 def test_byte_pairs_are_learned_from_a_sample_without_the_validation_part(
     small, texts, tmp_path, monkeypatch
 ):
@@ -404,6 +411,7 @@ def tokenizer_json(tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["folder", "file"])
 def test_a_tokenizer_of_hugging_face_is_used(small, texts, tokenizer_json, name):
     path = str(tokenizer_json if name == "folder" else tokenizer_json / "tokenizer.json")
@@ -412,6 +420,7 @@ def test_a_tokenizer_of_hugging_face_is_used(small, texts, tokenizer_json, name)
     assert dataset.vocab_size == 1 + dataset.tokenizer.id_of("<s>")
 
 
+@pytest.mark.thorough
 def test_the_tokenizer_knows_which_token_ends_a_document(small, texts, tokenizer_json, tmp_path):
     """What generates and scores text later asks the tokenizer alone, as a run folder keeps it."""
     dataset = open_dataset(replace(texts, tokenizer=str(tokenizer_json), end_of_text="<s>"))
@@ -473,6 +482,7 @@ def spoil(folder):
     (folder / "empty.jsonl").write_text("")
 
 
+@pytest.mark.thorough
 def test_bad_rows_are_left_out_and_counted(texts, tmp_path, monkeypatch):
     """In processes of their own, so counts travel through files."""
     spoil(tmp_path / "texts")
@@ -535,12 +545,14 @@ def test_a_data_set_is_encoded_in_several_shards_with_states(small, hub):
     assert len([name for name in names if name.startswith("000001")]) > 2
 
 
+@pytest.mark.thorough
 def test_a_local_data_set_that_changes_is_encoded_again(small, hub, tmp_path):
     open_dataset(hub)
     (tmp_path / "set" / "1.jsonl").write_text(jsonl(DOCUMENTS[:2]))
     assert documents_of(open_dataset(hub)) == DOCUMENTS[:30] + DOCUMENTS[:2]
 
 
+@pytest.mark.thorough
 def test_the_splits_of_a_data_set_have_entries_of_their_own(small, hub, tmp_path):
     folder = tmp_path / "splits"
     folder.mkdir()
@@ -555,6 +567,7 @@ def test_the_splits_of_a_data_set_have_entries_of_their_own(small, hub, tmp_path
     )
 
 
+@pytest.mark.thorough
 def test_a_killed_stream_goes_on_from_its_state(small, hub, tmp_path, monkeypatch):
     whole = open_dataset(hub).digest
     save, saved = corpus.Index.save, []

@@ -52,6 +52,7 @@ def test_digits_are_split_once_and_for_all():
     assert (other.train.labels != dataset.train.labels).any()
 
 
+@pytest.mark.thorough
 def test_a_row_is_the_same_alone_and_in_a_batch(folders):
     for split in (Digits().open(TEN).validation, folders.open(MODEL).train):
         batch = batching.take_rows(split, np.array([5, 0, 5]))

@@ -91,6 +91,7 @@ def test_what_others_say_meanwhile_is_not_lost(state, capfd):
     assert capfd.readouterr().err == "another thread\n" and tokenizer_package._depth == 0
 
 
+@pytest.mark.thorough
 def test_no_text_takes_for_ever(state, monkeypatch):
     """A call that does not end leaves Python free: Ctrl-C is heard, and both clocks have a
     limit."""

@@ -21,6 +21,7 @@ def make(kind: str):
     return tokenizers.Bytes() if kind == "bytes" else tokenizers.Characters.of(TEXT)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_any_text_round_trips(kind):
     tokenizer = make(kind)

@@ -167,7 +167,7 @@ SEEDS = (0, 1, 6)  # in 6 a text that falls short at the limit gets better befor
 GNMT = {f"gnmt {a}": (gnmt(a), lambda s, n, a=a: s / ((5 + n) / 6) ** a) for a in (0.8, -0.8, 3.0)}
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(  # each kind of beams with one way to stop; the other pairs are slow
     ("beams", "penalties", "early_stopping"),
     [

@@ -374,6 +374,7 @@ def test_a_row_may_wait_from_the_first_call_on(name):
     close(decode(config, [(5, 0, 3), (0, 5, 0), (1, 1, 1), (1, 5, 1)], wide=5), forward(config))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "scaling",
     [NTK(4.0, 6), pytest.param(LongRoPE((1.0,) * 2, (2.0,) * 2, 6), marks=pytest.mark.slow)],

@@ -75,6 +75,7 @@ def probabilities_of(logits):
     return exponentials / exponentials.sum()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ROWS)
 def test_top_p_keeps_the_fewest_of_the_likeliest(name):
     """The kept are a beginning of the tokens by (probability, index), as long as p asks for and no
@@ -96,6 +97,7 @@ def test_top_p_keeps_the_fewest_of_the_likeliest(name):
     np.testing.assert_array_equal(kept, probabilities > 1e-38)
 
 
+@pytest.mark.thorough
 def test_of_equal_tokens_top_p_keeps_the_first_and_no_more_than_it_needs():
     logits = jnp.array([[0.0, 1.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
     kept = np.isfinite(run(TopP([0.5, 0.5, 1e-6]), logits, None))
@@ -258,7 +260,7 @@ def compiled_at_most(times):
     )
 
 
-@pytest.mark.thorough_after(7)
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("make", NUMBERS)
 def test_other_numbers_compile_nothing_and_a_row_is_what_it_is_alone(make):
     logits, history, numbers = jnp.asarray(random_logits(width=40)), history_of(), NUMBERS[make]

@@ -76,7 +76,7 @@ def test_a_decoding_step_is_compiled_once():
         cache = step(jnp.full((2, 1), token), cache)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n == "gpt3" else ()) for n in FAMILIES]
 )
@@ -156,6 +156,7 @@ def test_stop_tokens_end_a_row_and_are_left_out():
     )
 
 
+@pytest.mark.thorough
 def test_rope_runs_past_its_context_and_learned_positions_refuse():
     config, parameters = make("llama")
     assert len(decoding.generate(config, parameters, [[1]], 40)[0]) == 40
@@ -417,6 +418,7 @@ def test_logits_of_a_row_are_bit_by_bit_those_of_the_prompt_alone():
     assert all(len(together[text]) == 1 and together[text] == alone[text] for text in shared)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama", pytest.param("prefix", marks=pytest.mark.thorough), "pair"]
 )
@@ -534,7 +536,7 @@ def test_a_filter_that_makes_no_logits_is_refused_by_its_number(search):
             )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_stream_gives_the_tokens_of_generate(every):
     parameters, how = init(SERVED, jax.random.key(3)), Sampling(temperature=0.7)

@@ -220,6 +220,7 @@ def test_rows_are_what_they_are_alone():
         assert alone.tokens[i] == together.tokens[i] and alone.accepted[i] == together.accepted[i]
 
 
+@pytest.mark.thorough
 def test_limits_and_stop_tokens_end_a_row_inside_an_accepted_run():
     params = init(LLAMA, jax.random.key(8))
     run = partial(

@@ -301,6 +301,7 @@ def test_texts_are_those_of_hflm_on_the_same_weights(gpt2):
         assert ours.generate_until(requests(*rows)) == expected
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_asked_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="no language model"):
         harness.model(replace(MODEL, heads=()), {}, BYTES)

@@ -67,7 +67,7 @@ def nats_by_hand(scored, stride):
     return nats
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "stride", "length"),
     [

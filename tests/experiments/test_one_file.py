@@ -41,6 +41,7 @@ def draw(config: one_file.GPT, seed: int):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", SIZES)
 def test_the_parameters_are_the_librarys(config):
     """By name, shape and axes, and with the same initial values from the same key."""
@@ -53,6 +54,7 @@ def test_the_parameters_are_the_librarys(config):
     jax.tree.map(np.testing.assert_array_equal, params.init(ours, key), params.init(theirs, key))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("config", SIZES)
 def test_logits_loss_and_gradients_are_the_librarys(config):
     weights, tokens, labels = draw(config, 0)
@@ -81,6 +83,7 @@ def test_logits_loss_and_gradients_are_the_librarys(config):
     )
 
 
+@pytest.mark.thorough
 def test_it_learns_and_writes():
     config = one_file.GPT(256, 1, 16, 2, 8)
     text = np.frombuffer(b"abcd" * 400, np.uint8)
@@ -89,6 +92,7 @@ def test_it_learns_and_writes():
     assert one_file.generate(config, weights, b"ab", 12, temperature=0.1) == b"abcdabcdabcdab"
 
 
+@pytest.mark.thorough
 def test_only_matrices_decay():
     config = SIZES[0]
     weights = params.init(one_file.spec(config), jax.random.key(0))

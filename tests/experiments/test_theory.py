@@ -29,7 +29,7 @@ from jaxformer.runs import checkpoint_reader, loop
 from jaxformer.tools.analysis import attention_maps
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("d", [4, 64, 1024])
 def test_the_division_keeps_variance_and_entropy(d):
     scaled, plain = (dot_products.measure(d, scaled) for scaled in (True, False))

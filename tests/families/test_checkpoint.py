@@ -81,6 +81,7 @@ def test_tokens_are_kept(name, tmp_path):
     assert families.load(tmp_path / "two").tokens == again.tokens
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "key,value", [("eos_token_id", "two"), ("pad_token_id", [1, 2]), ("bos_token_id", True)]
 )
@@ -109,6 +110,7 @@ def test_no_token_is_made_up(tmp_path):
     assert not (tmp_path / "two").exists()
 
 
+@pytest.mark.thorough
 def test_a_pad_token_that_positions_contradict_is_refused(tmp_path):
     checkpoint = families.load(golden.folder("roberta_mlm"))
     with pytest.raises(ConfigError, match=r"tokens\.pad=5"):

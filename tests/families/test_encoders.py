@@ -42,6 +42,7 @@ def read(model_type, kind, **settings):
     return families.FAMILIES[model_type].read(SIZES | settings | {"architectures": [kind]}, ())
 
 
+@pytest.mark.thorough_after(16)
 @pytest.mark.parametrize("model_type,kind", KINDS)
 def test_every_class_is_read_and_written(model_type, kind):
     family = families.FAMILIES[model_type]
@@ -69,7 +70,7 @@ def test_global_tokens_of_each_class(kind):
     assert [(mixer.window, mixer.global_tokens) for mixer in mixers] == [(2, tokens), (4, tokens)]
 
 
-@pytest.mark.thorough_after(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name,head", [("bert_mlm", "cls.predictions."), ("roberta_mlm", "lm_head.")]
 )

@@ -140,7 +140,7 @@ GENERATE = ["gpt2", "llama_gqa", "mixtral", "t5"]
 GENERATE_TOO = ["marian", "mistral", "qwen2", "t5_v11"]
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [*GENERATE, *(pytest.param(name, marks=pytest.mark.slow) for name in GENERATE_TOO)]
 )
@@ -213,6 +213,7 @@ def test_saved_in_shards(name, tmp_path):
     assert_same(same, params)
 
 
+@pytest.mark.thorough
 def test_one_model_in_the_words_of_several_families(tmp_path):
     config, params = load("llama_mha")
     for kind in ("llama", "mistral"):
@@ -419,7 +420,7 @@ DIALECTS = {
 }
 
 
-@pytest.mark.thorough_after(8)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_dialects_are_the_same_model(dialect, tmp_path):
     name, change, settings = DIALECTS[dialect]
@@ -437,6 +438,7 @@ def test_dialects_are_the_same_model(dialect, tmp_path):
     assert_same(same, params)
 
 
+@pytest.mark.thorough
 def test_a_head_of_its_own_goes_before_what_the_config_says(tmp_path):
     """T5 v1.1 in files of transformers 5 is such a case; and one that says nothing wrong is left
     alone."""
@@ -459,6 +461,7 @@ def without(*ends):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "said,meant",
     [
@@ -605,6 +608,7 @@ def test_no_layer_is_rounded_to_the_dtype_of_another(first, tmp_path):
         assert leaf.dtype == jnp.float32
 
 
+@pytest.mark.thorough
 def test_weights_are_laid_down_where_they_are_to_stay():
     config, params = load("mixtral")
     mesh = jax.make_mesh((2, 4), ("data", "model"))
@@ -678,6 +682,7 @@ def test_other_heads(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_a_head_that_the_family_has_no_name_for():
     """GPT-2's files know no classes; theirs is drawn."""
     new = dict(
@@ -698,6 +703,7 @@ def refused_options(name, **options) -> str:
 # Refusals
 
 
+@pytest.mark.thorough
 def test_all_that_does_not_fit_is_in_one_report(tmp_path):
     def damage(arrays):
         arrays = without("h.1.attn.c_attn.bias", "ln_f.bias")(arrays)
@@ -718,6 +724,7 @@ def test_all_that_does_not_fit_is_in_one_report(tmp_path):
     assert "ln_f" not in said and "unexpected:" not in said
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "name", ["bert_mlm", "roberta_mlm", "qwen2", "marian", "vit", "longformer_mlm"]
 )
@@ -878,7 +885,7 @@ COMPUTED = [  # settings that leave the tensors as they are, and what becomes of
 ]
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name,settings,meant",
     COMPUTED,

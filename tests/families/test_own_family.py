@@ -54,6 +54,7 @@ def their_names(config):
 MINE = Family(read, write, their_names)
 
 
+@pytest.mark.thorough
 def test_a_family_of_ones_own_saves_and_loads(tmp_path):
     params = models.init(TINY, jax.random.key(0))
     families.save(tmp_path / "mine", Checkpoint(TINY, params, model_type="mine"), family=MINE)
@@ -65,6 +66,7 @@ def test_a_family_of_ones_own_saves_and_loads(tmp_path):
     np.testing.assert_array_equal(models.apply(found.config, found.params, tokens).logits, logits)
 
 
+@pytest.mark.thorough
 def test_a_family_of_ones_own_is_asked_for(tmp_path):
     params = models.init(TINY, jax.random.key(0))
     checkpoint = Checkpoint(TINY, params, model_type="mine")

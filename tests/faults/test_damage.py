@@ -126,6 +126,7 @@ def test_every_file_of_the_newest_checkpoint(way, two_steps, tmp_path, report):
     )
 
 
+@pytest.mark.thorough
 def test_pieces_larger_than_their_array(two_steps, tmp_path, report):
     """Tensorstore would allocate a whole piece, and abort the process where it cannot."""
     shutil.copytree(two_steps, folder := tmp_path / "c")

@@ -182,13 +182,14 @@ def unchanged(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
+@pytest.mark.thorough_after(10)
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_is_whole_is_read(name):
     for seed in TARGETS[name].seeds:
         TARGETS[name](seed)
 
 
-@pytest.mark.thorough_after(9)
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_few_damaged_inputs(name):
     check(name, 25)

@@ -69,6 +69,7 @@ def test_whoever_trained_a_run_opens_it_also_where_it_was_moved(run, tmp_path):
         assert open_run(folder).experiment.name == "tiny"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_strangers_run_is_refused_by_every_command_that_opens_it(command, hostile, capsys):
     folder, executed = hostile
@@ -182,6 +183,7 @@ def test_a_file_of_the_current_folder_is_none_of_the_library(stranger, tmp_path,
     assert not executed.exists()
 
 
+@pytest.mark.thorough
 def test_state_that_others_can_write_is_not_believed(run, tmp_path, monkeypatch, capsys):
     state = tmp_path / "state"
     monkeypatch.setenv("XDG_STATE_HOME", str(state))

@@ -137,6 +137,7 @@ def test_sigkill_at_random_moments(tmp_path, undisturbed, report):
 ALWAYS = "finalisation, before the rename"  # one real kill is among the fast tests
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "moment", [pytest.param(name, marks=[pytest.mark.fault] * (name != ALWAYS)) for name in MOMENTS]
 )

@@ -142,7 +142,7 @@ def everything_that_reads(run):
     return found
 
 
-@pytest.mark.thorough_after(len(FILES))
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "file"), list(itertools.product(KINDS, FILES)))
 def test_no_file_of_a_run_is_read_from_elsewhere(file, kind, run, outside, monkeypatch):
     if kind in ("link", "hard_link", "link_of_link") and file.endswith(".json"):
@@ -168,7 +168,7 @@ def test_no_sample_with_a_second_name_is_shown(run, outside, caplog):
     assert report.last_sample(folder) is None and "is left out: it is a hard link" in caplog.text
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("inside", ["checkpoints", "samples"])
 def test_no_folder_of_a_run_is_a_link(inside, run, outside):
     shutil.move(run / inside, outside / inside)
@@ -201,6 +201,7 @@ def test_no_part_of_a_checkpoint_is_a_link(part, run, outside):
     assert looks(outside) == before and step.exists() and not list(step.parent.glob("*.corrupt*"))
 
 
+@pytest.mark.thorough
 def test_a_run_folder_that_is_a_link_is_a_run_like_any_other(run, outside):
     """A user moves a run to a larger disk, or all of them."""
     shutil.move(run, outside / "moved")

@@ -126,6 +126,7 @@ def status(number: int, file: Path) -> ValueError:
     )
 
 
+@pytest.mark.thorough
 def test_what_tensorstore_cannot_read_is_refused_by_its_number(folder, monkeypatch):
     """For each number of the operating system. Once it can be read, the newest step is there."""
     file, real = folder / "2" / "state" / "manifest.ocdbt", checkpoint_reader.ocp.load

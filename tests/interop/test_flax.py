@@ -464,6 +464,7 @@ def test_flaxs_attention_as_a_mixer_is_our_attention():
         np.testing.assert_allclose(hidden[:, :5], ours[:, :5], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_layer_without_parameters():
     config = replace(
         GPT,

@@ -50,6 +50,7 @@ def test_each_file_of_the_page_survives_a_kill_and_runs_on_eight_devices(name, t
     assert answer(folder, name, "def ", capsys, "--tokens=4").strip()
 
 
+@pytest.mark.thorough
 def test_the_page_writes_what_the_library_has():
     """The blocks of the page and those of the library are the same function of the same
     parameters."""
@@ -94,6 +95,7 @@ def by_hand(name, config, tree, tokens):
     return x if name == "post_norm" else own(tree["final_norm"], x)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", OURS)
 def test_an_order_is_its_equation(name):
     config = replace(TINY, block=OURS[name], positions=None)
@@ -172,6 +174,7 @@ def streams(config, names):
     )
 
 
+@pytest.mark.thorough
 def test_a_block_may_have_several_streams():
     config = replace(TINY, block=streams)
     tree = models.init(config, jax.random.key(0))
@@ -215,6 +218,7 @@ def test_what_a_block_may_not_do_is_said(block, said):
         jax.eval_shape(partial(models.apply, config), params.abstract(models.spec(config)), TOKENS)
 
 
+@pytest.mark.thorough
 def test_norms_without_a_scale_and_none_at_all():
     """A norm without parameters is the norm with a scale of ones; without norms the stream is a sum
     of the sub-layers."""
@@ -254,6 +258,7 @@ def counting(config):
     return models.layer.FeedForward(spec, apply)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("unroll", [1, 4])
 def test_updates_of_layers_are_a_part_of_the_tree(unroll):
     """Of all layers, and of the layers in one place of a pattern."""

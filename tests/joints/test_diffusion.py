@@ -27,6 +27,7 @@ def test_the_page_survives_a_kill_and_runs_on_eight_devices(tmp_path):
     assert_same_on_eight_devices(PAGE, tmp_path, whole=folder)
 
 
+@pytest.mark.thorough
 def test_a_block_of_adaln_zero_starts_as_the_identity_and_then_reads_the_time():
     scope: dict = {"__name__": "page"}
     exec(compile(PAGE["bars"], "bars", "exec"), scope)

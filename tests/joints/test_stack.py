@@ -86,6 +86,7 @@ def outputs(config, tree, wanted=("layers/*/attention/out", "layers/*/residual")
     return loss, values, gradients
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_in_order_are_the_default_stack(name):
     config = MODELS[name]
@@ -95,6 +96,7 @@ def test_layers_in_order_are_the_default_stack(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), found, expected)
 
 
+@pytest.mark.thorough
 def test_layers_in_order_read_a_source():
     pair = EncoderDecoder(replace(TINY, masks=(masks.full(),), heads=()), TINY)
     own = EncoderDecoder(replace(pair.encoder, stack=in_order), replace(TINY, stack=in_order))
@@ -110,6 +112,7 @@ def test_layers_in_order_read_a_source():
     assert answers[0] == answers[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plain", "windows in turn", "kinds in turn"])
 def test_a_stack_of_ones_own_decodes(name):
     """With a cache it answers what the same tokens without a cache give."""
@@ -122,6 +125,7 @@ def test_a_stack_of_ones_own_decodes(name):
     assert jnp.argmax(logits[0, 2:-1], axis=-1).tolist() == answer
 
 
+@pytest.mark.thorough
 def test_parameters_of_a_stack_are_declared_trained_and_checked():
     config = replace(TINY, stack=Scaled())
     assert paths(models.spec(config))["stack/scale"].shape == (16,)
@@ -136,6 +140,7 @@ def test_parameters_of_a_stack_are_declared_trained_and_checked():
         models.apply(config, tree, TOKENS)
 
 
+@pytest.mark.thorough
 def test_a_stack_may_skip_and_repeat_layers():
     """A looped model: the first layer once, the middle ones twice, without the last one."""
 

@@ -146,6 +146,7 @@ GKE = (
 )
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("ends", "starts", "states"),
     [
@@ -169,7 +170,7 @@ def test_a_jobset_restarts_where_that_helps(cloud, ends, starts, states):
     assert {line for lines in started for line in lines} == {words}
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ends", "starts", "states"),
     [

@@ -69,7 +69,7 @@ def devices(topology):
     )
 
 
-@pytest.mark.thorough_after(10)
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", commands(MAKE), ids=" ".join)
 def test_what_the_pages_say_to_type_starts(command, shell, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -96,6 +96,7 @@ def test_what_the_pages_say_to_type_starts(command, shell, capsys, monkeypatch):
             experiment.mesh.shape(devices(topology))
 
 
+@pytest.mark.thorough
 def test_plan_alone_plans_the_quickstart():
     done = subprocess.run(["make", "-n", "plan"], cwd=ROOT, capture_output=True, text=True)
     words = shlex.split(done.stdout.splitlines()[-1])

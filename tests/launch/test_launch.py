@@ -54,6 +54,7 @@ def run(line, capsys):
     return code, captured.out, captured.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_dry_prints_what_is_recorded(path, capsys, pinned):
     first, _, expected = path.read_text().partition("\n")
@@ -76,7 +77,7 @@ def test_dry_prints_what_is_recorded(path, capsys, pinned):
         assert subprocess.run(["bash", "-n"], input=command, text=True).returncode == 0
 
 
-@pytest.mark.thorough_after(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "prompt", ["a\nb", "it's", 'a "b" `c` $HOME', "$(HOME) $$", "火 😀", "\\n"]
 )
@@ -99,6 +100,7 @@ def test_arguments_reach_the_hosts_as_they_were_typed(prompt, capsys, pinned):
     assert option in shlex.split(words[words.index("-c") + 1])
 
 
+@pytest.mark.thorough
 def test_a_jobset_has_a_pod_a_host_and_all_chips(capsys):
     _, out, _ = run(
         "gke quickstart --topology=v5p:4x4x8 --slices=2 --image=i --claim=c --dry"
@@ -169,6 +171,7 @@ def test_devices_are_those_of_jax_and_shapes_are_asked_for():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["my-b", "gs://my-b", "my-b/", "gs://my-b/"])
 def test_a_bucket_of_google_has_one_name(name, capsys, pinned):
     for line in (f"{POD} --bucket={name}", f"gke quickstart {FOUR} --image=i --bucket={name}",
@@ -393,6 +396,7 @@ def test_a_host_refuses_another_jax_and_a_folder_that_it_cannot_write(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("target", "variables", "words"),
     [

@@ -143,7 +143,7 @@ def test_bad_options_are_refused_before_the_first_run(runs, capsys, grid, said):
 ROOM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nby 3 GiB")
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("error", "said"),
     [

@@ -299,6 +299,7 @@ def test_new_rows_differ_and_each_table_has_its_own():
     assert abs(np.corrcoef(np.ravel(noise[0]), np.ravel(noise[1]))[0, 1]) < 0.1
 
 
+@pytest.mark.thorough
 def test_a_half_of_a_pair_changes_by_itself():
     config = KINDS["separate"]
     weights = weights_of(config)
@@ -315,6 +316,7 @@ def test_a_half_of_a_pair_changes_by_itself():
 # Position tables
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("length,offset", [(40, 0), (40, 2), (16, 2), (10, 2)])
 def test_positions_are_repeated(length, offset):
     config = replace(GPT, positions=Learned(offset))

@@ -132,6 +132,7 @@ def test_the_closed_form_is_what_the_program_multiplies(config):
     )
 
 
+@pytest.mark.thorough_after(5)
 @pytest.mark.parametrize(
     "name", ["gpt2_small", "mixtral_8x7b", "bert_base", "vit_base", "t5_small", "reformer_enwik8"]
 )

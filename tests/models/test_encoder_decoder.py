@@ -213,6 +213,7 @@ def test_where_only_the_source_has_segments_the_target_sees_all_that_is_no_paddi
     )
 
 
+@pytest.mark.thorough
 @families
 def test_packed_pairs_are_the_pairs_alone(name):
     *_, source, target = make(name)

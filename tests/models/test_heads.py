@@ -277,6 +277,7 @@ def distances(config):
     return Head("distances", spec, apply)
 
 
+@pytest.mark.thorough
 def test_a_head_of_ones_own_and_none_at_all():
     config = replace(CONFIG, heads=(distances, LanguageModel()))
     parameters, x = random(config), np.asarray(hidden())

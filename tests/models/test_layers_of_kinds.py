@@ -166,6 +166,7 @@ UNEVEN = {
 }
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_patterns_of_any_period_equal_a_loop(name):
     """Scanned, one after another, computed again: each equals a loop over layers whose parameters
@@ -399,6 +400,7 @@ def test_layers_of_a_kind_start_as_their_own_spec_says():
     )
 
 
+@pytest.mark.thorough
 def test_parameters_of_one_name_that_are_no_rows_of_one_are_stored_apart():
     ones = jax.nn.initializers.ones
     for kinds in (

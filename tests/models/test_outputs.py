@@ -163,7 +163,7 @@ def test_one_layer_by_its_number():
     np.testing.assert_array_equal(out["layers/3/feedforward/out"], out[every][3])
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", STACKS)
 def test_what_is_not_asked_for_costs_nothing(name):
     """The compiled program is the same; an edit that changes nothing gives the same logits."""

@@ -191,7 +191,7 @@ def test_masks_on_absolute_positions(name, mixer):
     check_decoding(config, check_rows_alone(config), 3)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

@@ -95,7 +95,7 @@ def attend(params, queries, keys, values, visible):
     )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TABLES)
 def test_queries_and_keys_have_positions_and_values_have_none(name):
     """One layer without norms and with a feed-forward of zeros, in float64."""
@@ -124,6 +124,7 @@ def test_queries_and_keys_have_positions_and_values_have_none(name):
         np.testing.assert_allclose(found[row], expected, **FLOAT32)
 
 
+@pytest.mark.thorough
 def test_a_cross_attention_adds_the_decoders_to_queries_and_the_encoders_to_keys():
     encoder = replace(
         model("of one's own"), num_layers=1, norm=no_norm, masks=(masks.full(),), heads=()
@@ -154,6 +155,7 @@ def test_a_cross_attention_adds_the_decoders_to_queries_and_the_encoders_to_keys
         np.testing.assert_allclose(found.hidden[row], expected, **FLOAT32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["learned", pytest.param("pair", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("schedule", ["prompt", pytest.param("ragged", marks=pytest.mark.thorough)])
 def test_a_cache_gives_the_forward_pass(name, schedule):

@@ -101,7 +101,7 @@ def loss_and_gradient(config, parameters, tokens, dtype=jnp.float32, maps=True):
     return jax.value_and_grad(loss, has_aux=True)(parameters)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @families
 def test_spec_and_init_agree(name):
     config, parameters, _ = make(name)

@@ -55,6 +55,7 @@ class OlderClass:
         )
 
 
+@pytest.mark.thorough
 def test_an_objective_of_five_arguments_is_called_as_before(caplog):
     """Files of older runs have such ones, call ours so, and take the sums for a tuple."""
     params = models.init(MODEL, jax.random.key(1))
@@ -117,6 +118,7 @@ def test_sums_that_say_nothing_are_refused_in_a_line(sums, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_the_unit_of_each_objective():
     def sums(objective, model=MODEL, **fields):
         params = jax.eval_shape(lambda: models.init(model, KEY))
@@ -184,6 +186,7 @@ class Pairs:
         return LossSums(sums.loss, sums.weight, {"margin": (sums.loss, sums.weight)}, unit="pairs")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("best", ["perplexity", "bits", "-tokens"])
 def test_checkpoints_are_not_ranked_by_a_perplexity_that_there_is_not(best):
     made = replace(TINY, objective=Pairs(), checkpoints=Checkpoints(best=best))

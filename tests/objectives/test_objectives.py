@@ -198,6 +198,7 @@ def test_a_model_of_ones_own_needs_only_spec_and_apply():
     assert trained == scored and trained[0] == trained[1]
 
 
+@pytest.mark.thorough
 def test_what_an_objective_returns_is_checked():
     pair = recipe(
         CONFIG, objective=lambda model, params, batch, context: (jnp.ones(()), jnp.ones(()))

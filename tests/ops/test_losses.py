@@ -80,6 +80,7 @@ def test_without_weights_every_token_counts_once():
     )
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 def test_agrees_with_optax(smoothing):
     hidden, head, labels, weights = random(1)
@@ -155,6 +156,7 @@ def test_sums_do_not_care_how_the_batch_was_cut():
     np.testing.assert_allclose(np.sum(halves, axis=0), whole, **FLOAT32)
 
 
+@pytest.mark.thorough
 def test_labels_out_of_range_are_legal_where_their_weight_is_zero():
     """-100 marks padding in half the world's data sets. Value and gradient are as if the token were
     not there."""
@@ -264,7 +266,7 @@ def value_and_gradients(loss, *args):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*args)
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100, None])
 def test_the_chunked_form_is_the_plain_one(chunk):
     """In float64, where the order of sums is worth 1e-12 and a real difference is not; T = 7 is no
@@ -303,6 +305,7 @@ def test_the_chunked_form_is_the_plain_one(chunk):
         assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype("float64")}
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("chunk", [3, None])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_chunked_form_with_a_bias_of_the_vocabulary(chunk, softcap):
@@ -367,6 +370,7 @@ def test_the_chunked_form_without_a_gradient_and_without_weights():
     )
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("dtype", "roundoff"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
 def test_narrow_hidden_states_with_a_float32_head(dtype, roundoff):
     """Float32 logits, float32 gradient of the head, narrow gradient of the hidden states; 1/N stays
@@ -517,6 +521,7 @@ def test_under_vmap_scan_and_checkpoint():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **FLOAT32), other, whole)
 
 
+@pytest.mark.thorough
 def test_a_profile_names_the_head_and_the_loss():
     hidden, head, labels = jnp.ones((2, 8, 4)), jnp.ones((16, 4)), jnp.ones((2, 8), jnp.int32)
     projected = lambda hidden, head: projected_cross_entropy(hidden, head, labels).loss

@@ -110,7 +110,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case, dtype", [*((case, jnp.float64) for case in CASES), (CASES[1], jnp.float32)]
 )
@@ -139,6 +139,7 @@ def test_fast_is_the_reference_with_all_gradients(case, dtype):
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
 
 
+@pytest.mark.thorough
 def test_is_the_formula_of_mixtral_and_of_switch():
     """softmax over all, the best two, weights summing to one; and the best one with its own
     probability."""
@@ -182,6 +183,7 @@ def test_the_order_of_tokens_does_not_matter():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("top_k, capacity", [(1, 0.5), (2, 0.01), (2, 1.25), (3, 0.8)])
 def test_a_capacity_drops_the_choices_that_come_too_late(top_k, capacity):
     args = problem(10, B=2, T=21, E=5)
@@ -367,7 +369,7 @@ def test_padding_counts_in_nothing(capacity):
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.thorough_after(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "axes", [{}, pytest.param(dict(data=2, expert=2), marks=pytest.mark.thorough)], ids=str
 )

@@ -92,6 +92,7 @@ def test_fsdp_gathers_each_weight_once_a_pass_and_scatters_each_gradient_once(re
     assert not found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "remat, again", [("none", 0), pytest.param("full", 1, marks=pytest.mark.slow)]
 )

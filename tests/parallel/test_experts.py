@@ -72,7 +72,7 @@ def on(axes, f, *args):
         return block_if_simulated(jax.jit(f)(*args))
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("capacity", [None, ROOM])
 @pytest.mark.parametrize(
     "axes",

@@ -65,7 +65,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_alone_is_valid_under_explicit_axes(name):
     function, expected = FUNCTIONS[name]

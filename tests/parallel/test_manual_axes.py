@@ -29,7 +29,7 @@ FUNCTIONS = dict(
 )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_of_whole_weights_are_summed_over_devices(name, dtype):

@@ -105,6 +105,7 @@ def test_values_are_exchanged_and_all_leave(ends):
     assert not ends  # after the end nobody is missed
 
 
+@pytest.mark.thorough
 def test_who_does_not_come_is_named_on_all_sides(ends):
     members = links(3)
     for one in members[:2]:
@@ -142,6 +143,7 @@ def test_a_failure_of_one_reaches_those_who_wait_at_once(ends):
     leave(members)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("deaf", [0, 1])
 def test_a_link_that_is_half_gone_is_gone(ends, deaf):
     """One direction of the network is cut. The side that hears nothing ends, and its peer as well,
@@ -156,6 +158,7 @@ def test_a_link_that_is_half_gone_is_gone(ends, deaf):
     assert sorted(ends) == [(peers.LOST, silent)] * 2
 
 
+@pytest.mark.thorough
 def test_a_cut_in_both_directions_ends_both_sides_and_names_the_other(ends):
     members = links(2, silence=0.5)
     for one in members:
@@ -167,6 +170,7 @@ def test_a_cut_in_both_directions_ends_both_sides_and_names_the_other(ends):
     }
 
 
+@pytest.mark.thorough
 def test_a_dead_process_is_named(ends):
     members = links(3)
     members[2].links[0].socket.shutdown(socket.SHUT_RDWR)
@@ -174,6 +178,7 @@ def test_a_dead_process_is_named(ends):
     assert (peers.LOST, "process 2 (pid 2 on host) is gone") in ends
 
 
+@pytest.mark.thorough
 def test_a_service_that_does_not_answer_ends_the_run(ends):
     """Our own link lives: only the connection of JAX is dead."""
     members = links(2, silence=0.5)
@@ -186,6 +191,7 @@ def test_a_service_that_does_not_answer_ends_the_run(ends):
     assert ends == [(peers.LOST, text)] * 2
 
 
+@pytest.mark.thorough
 def test_a_service_that_answers_does_not(ends):
     members = links(2, silence=0.5)
     members[1].watch_service(lambda: True)

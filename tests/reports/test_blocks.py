@@ -73,6 +73,7 @@ def two_norms(config, names):
     return Block(spec, apply, blocks.final_norm_spec(config), end=blocks.final_norm(config))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "EleutherAI/gpt-neox#481",
     "EleutherAI/gpt-neox#728",
@@ -95,6 +96,7 @@ def test_one_norm_or_two_side_by_side():
     assert np.abs(apply(two, doubled, TOKENS).logits - expected).max() > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "TransformerLensOrg/TransformerLens#1649",
     right=(
@@ -118,6 +120,7 @@ def apply_with(config, names):
     ).intermediates
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "PrimeIntellect-ai/prime-rl#807",
     "databricks/megablocks#113",
@@ -142,6 +145,7 @@ def test_dense_layers_do_not_dilute_the_loss_of_the_router(pattern):
     np.testing.assert_allclose(output.loss, each.mean(), rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "OpenNMT/OpenNMT-tf#28",
     "huggingface/transformers#10311",
@@ -213,6 +217,7 @@ class DropPath:
         return Block(spec, apply, blocks.final_norm_spec(config), end=blocks.final_norm(config))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "LibreYOLO/libreyolo#422",
     "wandb/senpai#2316",
@@ -260,6 +265,7 @@ class Nothing:
         raise NotImplementedError
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/detr#266",
     right=(
@@ -286,6 +292,7 @@ def test_heads_see_what_came_with_the_tokens():
     assert found["classification"].shape == (2, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#33660", "MeiGen-AI/MultiTalk#54",
     hit="a run of a named kernel could not be looked into: its weights were refused",

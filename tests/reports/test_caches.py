@@ -288,6 +288,7 @@ def test_a_full_cache_is_no_shorter_text():
     assert np.isnan(read_in_pieces(TINY, [*TEXT, *TEXT], [24, 9])).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#37574",
     right="a window by layer keeps what it spans when the text reaches its size",

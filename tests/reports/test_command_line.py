@@ -288,6 +288,7 @@ def typed():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ofirpress/attention_with_linear_biases#2",
     "thinking-machines-lab/tinker-cookbook#95",

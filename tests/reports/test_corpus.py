@@ -230,6 +230,7 @@ def test_large_ids_do_not_wrap(tmp_path, size):
     assert dataset.train.tokens.dtype.itemsize == (2 if size <= 65_536 else 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "TransformerLensOrg/TransformerLens#1273",
     right=(

@@ -49,6 +49,7 @@ def joined(source, target):
     return [one for token in source[:-1] for one in spans.pop(token, [token])] + [*spans]
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.report(
     "google-research/text-to-text-transfer-transformer#905",
     "huggingface/transformers#22246",

@@ -125,6 +125,7 @@ def test_other_ways_of_decoding_end_where_every_token_is_banned(way):
     assert found == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "JustVugg/colibri#369",
     "OpenRLHF/OpenRLHF#1165",
@@ -492,6 +493,7 @@ def test_a_file_of_prompts_may_begin_with_a_byte_order_mark(tmp_path):
 # --- what is handed in
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "verl-project/verl#772",
     "PaddlePaddle/FastDeploy#3944",
@@ -734,7 +736,7 @@ PADDED = {
 }
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.report(
     "unslothai/unsloth#3699",
     "unslothai/unsloth#9708",

@@ -200,6 +200,7 @@ def never(*_):
     raise AssertionError("a step was made")
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.report(
     "keras-team/keras#21109", "Lightning-AI/pytorch-lightning#4797", listed="second 43",
     right="a score that no evaluation makes is refused before the first step",
@@ -376,6 +377,7 @@ def test_a_small_batch_counts_by_its_tokens():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "karpathy/nanoGPT#240",
     "ipolharvard/ethos-ares#20",
@@ -474,6 +476,7 @@ def test_bytes_of_documents_are_those_of_their_texts():
     assert count_bytes(tokens, tokenizer) == sum(len(text) for text in texts)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "openai/parameter-golf#1604",
     right="bits a byte are of the text's own bytes, or said not to be known",
@@ -519,6 +522,7 @@ def test_a_letter_in_several_tokens_has_its_own_bytes():
 # --- requests of lm-evaluation-harness
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "EleutherAI/lm-evaluation-harness#337",
     "EleutherAI/lm-evaluation-harness#339",
@@ -598,6 +602,7 @@ class Known:
         return ten(scored)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "IBM/unitxt#1069",
     "IBM/unitxt#737",

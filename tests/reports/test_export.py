@@ -102,6 +102,7 @@ def test_an_exported_model_is_the_model(exported):
         assert np.array_equal(forward(text, segments), found)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/pytorch#140011",
     right="a length beyond the context is refused when the program is called, not computed",
@@ -154,6 +155,7 @@ def test_a_rotation_follows_the_length_of_the_call(tmp_path):
         assert np.allclose(found, models.apply(plain, params, text).logits, atol=1e-5) != scaled
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "jax-ml/jax#21203",
     "tenstorrent/tt-xla#5177",

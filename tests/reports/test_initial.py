@@ -65,6 +65,7 @@ def begin(initial, model, caplog):
     return tree, "\n".join(record.message for record in caplog.records)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Open-Athena/MarinFold#198",
     "EveryVoiceTTS/EveryVoice#243",
@@ -116,6 +117,7 @@ def test_a_run_of_another_config_is_told(tmp_path, caplog):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "torchgeo/torchgeo#4036",
     "jaredpalmer/kev#9",
@@ -133,6 +135,7 @@ def test_no_initial_parameter_is_random(tmp_path):
         first_params(str(tmp_path / "a"), LLAMA, recipe_of(LLAMA))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "stefanopini/simple-HRNet#79",
     right="weights under another head are refused with the path of the head and what to do",

@@ -78,6 +78,7 @@ def same(one, other):
 # Rotations in two places
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Open-Athena/MarinFold#184",
     "vllm-project/vllm#42624",
@@ -117,6 +118,7 @@ def test_a_saved_rotation_is_found_in_both_places(positions, tmp_path):
 SCALED = {"rope_type": "linear", "factor": 2.0}
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Open-Athena/MarinFold#198",
     listed="second 14",
@@ -193,6 +195,7 @@ NULLS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "vllm-project/vllm#251",
     "ggml-org/llama.cpp#9485",
@@ -216,6 +219,7 @@ def test_a_config_of_an_old_writer_is_read(tmp_path):
         families.read_config(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "HabanaAI/vllm-fork#1294", right="head_dim: null means hidden_size / num_attention_heads"
 )  # fmt: skip
@@ -226,6 +230,7 @@ def test_a_null_head_width_is_the_default(kind, tmp_path):
     assert families.read_config(folder).head_size == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/torchtitan#3570", "TransformerLensOrg/TransformerLens#1630",
     right="an explicit head_dim decides the shapes, in files that are read and that are written",
@@ -242,6 +247,7 @@ def test_an_explicit_head_width_goes_both_ways(tmp_path):
     assert same(again.params, drawn(config))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#35896",
     right=(
@@ -341,6 +347,7 @@ def test_a_marian_writes_no_pads(tmp_path):
     assert pad not in text
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#5987", "huggingface/transformers#7719", listed="first 07",
     right="the checkpoint says with which token the targets of its decoder begin",
@@ -351,6 +358,7 @@ def test_the_first_token_of_a_target_is_known(name):
     assert families.load(golden.folder(name)).tokens.start == said
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "InfiniTensor/InfiniLM#387",
     "turboderp-org/exllamav2#449",
@@ -411,6 +419,7 @@ def test_heads_that_the_class_does_not_have_are_left_out(tmp_path, caplog):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "foundation-model-stack/fastsafetensors#88", "huggingface/accelerate#1151", listed="first 28",
     right="a file without metadata, or with empty metadata, holds the same arrays",
@@ -423,6 +432,7 @@ def test_metadata_is_no_part_of_the_arrays(metadata, tmp_path):
     assert same(families.load(folder).params, drawn(LLAMA))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "safetensors/safetensors#682", "huggingface/transformers#36828", listed="second 31",
     right="numbers of 8 bits are refused by their dtype's name, never read as weights",
@@ -440,6 +450,7 @@ def test_quantised_numbers_are_refused_by_name(dtype, tmp_path):
         families.load(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#35471",
     right="a quantised checkpoint is refused by its method's name, which config.json says",
@@ -484,6 +495,7 @@ def test_an_adapter_is_no_model(tmp_path):
         families.load(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "vllm-project/vllm#51665",
     right=(
@@ -508,6 +520,7 @@ def test_the_weights_say_whether_the_head_is_tied(tmp_path):
         families.load(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#48154",
     right=(
@@ -540,6 +553,7 @@ def test_a_t5_never_embeds_with_its_head(tied, tmp_path):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Blaizzy/mlx-vlm#1464",
     right=(
@@ -559,6 +573,7 @@ def test_two_sets_of_weights_in_one_folder_are_named(tmp_path, caplog):
     assert "model.safetensors.index.json" in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "sgl-project/sglang#32279",
     right="a shard that the index names and the folder lacks is refused by name",
@@ -573,6 +588,7 @@ def test_a_missing_shard_is_refused(tmp_path):
         families.load(tmp_path / "a")
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#43781",
     right=(

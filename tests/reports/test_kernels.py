@@ -53,7 +53,7 @@ def by_definition(q, k, v, visible, softcap=None, bias=0.0, sinks=None):
     return np.einsum("bnts,bsnh->btnh", weights, v)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.report(
     "Dao-AILab/flash-attention#1672",
     "facebookresearch/xformers#552",
@@ -172,6 +172,7 @@ def test_a_learned_scale_has_the_same_gradient_in_every_kernel():
         np.testing.assert_allclose(gradient, step, rtol=1e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.report("openxla/tokamax#1306",
         right="options that must be numbers take NumPy's and JAX's, and refuse traced ones by name",
         hit=(
@@ -211,6 +212,7 @@ def test_sinks_have_gradients(kernel):
         np.testing.assert_allclose(gradient[n], slope, rtol=2e-2, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Dao-AILab/flash-attention#2402",
     "Dao-AILab/flash-attention#1033",
@@ -484,6 +486,7 @@ def users_kernel(change):
     return Kernel("users", attention, never_refuses)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.report(
     "huggingface/transformers#41010",
     "huggingface/transformers#38750",
@@ -538,6 +541,7 @@ def test_a_kernel_that_forgets_the_last_shorter_block_is_found():
             check_kernel(kernel, cases=[Case("full", T=length, S=length)], draws=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Dao-AILab/flash-attention#282",
     "Dao-AILab/flash-attention#466",

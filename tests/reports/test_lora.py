@@ -250,6 +250,7 @@ def test_a_merge_into_bfloat16_rounds_once():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "unslothai/unsloth-zoo#1087",
     right=(
@@ -279,6 +280,7 @@ def test_a_merged_model_keeps_its_head(tmp_path):
     assert np.array_equal(head, tree["weights"]["heads"]["classification"]["kernel"])
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.report(
     "stephantul/skeletoken#108", "huggingface/transformers#1730", "huggingface/transformers#851",
     right="another vocabulary changes the table, an untied head and the bias of the head alike",

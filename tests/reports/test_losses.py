@@ -80,6 +80,7 @@ def test_bad_logits_of_ignored_tokens():
         np.testing.assert_array_equal(gradient, right)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/pytext#1698", "harvardnlp/annotated-transformer#109",
     right="smoothing is spread over the classes that are possible; a logit of -inf is none",
@@ -278,6 +279,7 @@ def test_options_of_the_projected_loss_are_checked():
             projected_cross_entropy(hidden, head, LABELS[None], **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "jax-ml/jax#16049",
     right="forward mode is refused by the error of the other functions, which says what to take",

@@ -46,6 +46,7 @@ experiment = Experiment(
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ray-project/ray#47426", "ecmwf/anemoi-core#715",
     right="a run whose file imports names that moved since goes on, is opened and evaluated",
@@ -74,6 +75,7 @@ def _killed(*_):
     raise Killed
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#45058",
     right=(
@@ -93,6 +95,7 @@ def test_the_family_may_be_named(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found.params, params)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "mjpost/sacrebleu#12", "heartbeatsjp/check_log_ng#34",
     right="help is printed in an ASCII locale, whatever letters it has",

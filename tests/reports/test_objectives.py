@@ -90,6 +90,7 @@ def test_metrics_of_an_objective_do_not_replace_the_record():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#1020",
     "huggingface/transformers#8904",

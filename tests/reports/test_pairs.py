@@ -277,6 +277,7 @@ READER = ModelConfig(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "NVIDIA/FasterTransformer#270",
     "joeynmt/joeynmt#151",

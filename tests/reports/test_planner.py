@@ -49,6 +49,7 @@ def test_lora_counts_what_is_computed():
     assert flops(lora, 8) - flops(lora) == flops(BASE, 8) - flops(BASE) == attention
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ByteDance-Seed/VeOmni#983",
     right=(

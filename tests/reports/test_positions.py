@@ -334,6 +334,7 @@ def test_fractions_of_positions_are_refused(as_users_call):
             function()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "vllm-project/tpu-inference#2755",
     right="positions of 8 and 16 bits, and NumPy's, are positions",
@@ -388,6 +389,7 @@ def with_other_table(tree, *path):
     return tree | {path[0]: with_other_table(tree[path[0]], *path[1:])}
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/detr#105",
     "facebookresearch/detr#415",

@@ -368,6 +368,7 @@ def test_odd_records_are_drawn(name, caplog):
             assert drawn(draw).size
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "matplotlib/matplotlib#15062",
     right="letters that the font does not have end no picture, and are text on the page itself",

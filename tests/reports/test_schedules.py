@@ -95,6 +95,7 @@ def test_the_first_step_trains(kind):
         assert np.argmax(found) == max(warmup, 1) - 1
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "mlc-ai/pith-train#55",
     right="without a warm-up the run starts at the peak, not at the least rate",

@@ -258,6 +258,7 @@ def test_a_rejected_token_is_replaced_at_its_own_place():
     assert np.all(np.asarray(new[:, 1])[np.asarray(taken) == 1] == 3)  # then the model's next place
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ml-explore/mlx-lm#1109",
     "ml-explore/mlx-lm#846",

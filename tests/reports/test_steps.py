@@ -125,6 +125,7 @@ def test_the_average_of_a_short_run_forgets_its_start():
         replace(BASE, ema_warmup=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "NUS-HPC-AI-Lab/VideoSys#31",
     "facebookresearch/d2go#493",

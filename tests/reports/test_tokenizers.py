@@ -214,6 +214,7 @@ def test_an_id_above_the_vocabulary_is_decoded(bpe, make):
 LETTERS = st.characters(exclude_categories=("Cs",))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "google/sentencepiece#727",
     "google/sentencepiece#4",

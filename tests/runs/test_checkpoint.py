@@ -530,6 +530,7 @@ def test_damage_to_any_file_is_harmless_or_detected(two_steps, tmp_path, damage,
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.thorough
 @reads_damage
 def test_flips_in_array_data_are_caught_by_the_fingerprint_alone(two_steps, tmp_path):
     rng = random.Random(1)
@@ -702,6 +703,7 @@ def test_a_failed_save_is_one_line_and_the_next_one_works(tmp_path, monkeypatch)
     assert checkpoint.steps(tmp_path) == [1, 2]
 
 
+@pytest.mark.thorough
 def test_a_full_disk(small_disk, capfd):
     log = []
     with Manager(small_disk / "checkpoints", log=log.append) as manager:

@@ -92,6 +92,7 @@ def losses(folder):
     return [record["loss"] for record in records if "loss" in record]
 
 
+@pytest.mark.thorough
 def test_a_batch_is_made_of_the_parameters_before_its_step(tmp_path):
     """The witness makes each step by hand: the same function, the key of (seed, step), the step of
     the recipe."""

@@ -201,6 +201,7 @@ def test_a_mesh_changes_nothing(trained, mesh):
     assert found == pytest.approx(expected, rel=1e-5)  # float32, summed in another order
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", [["--mesh.fsdp=512"], ["--mesh.data=3"], ["--mesh.data=-1", "--mesh.fsdp=3"]]
 )

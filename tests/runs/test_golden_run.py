@@ -37,6 +37,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "runs" / "golden"
 
 
+@pytest.mark.thorough
 def test_the_golden_run_is_opened_and_scores_as_it_did(folder, capsys):
     assert cli.main(["evaluate", str(folder)]) == 2  # another machine wrote it
     assert "--trust" in capsys.readouterr().err

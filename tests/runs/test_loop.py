@@ -89,6 +89,7 @@ def test_factors_beside_random_frozen_weights_are_refused(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.thorough
 def test_a_step_keeps_the_form_of_its_state():
     recipe = build(replace(TINY, ema_decay=0.9, precision="bfloat16"))
     state = jax.eval_shape(lambda: init_state(recipe))

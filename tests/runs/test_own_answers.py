@@ -76,6 +76,7 @@ def generate(folder, capsys, *options, name="own"):
     return code, *capsys.readouterr()
 
 
+@pytest.mark.thorough
 def test_what_it_returns_is_printed_and_each_file_that_it_wrote_is_named_once(folder, capsys):
     (run,) = (folder / "runs").glob("own-*")
     for options, written in (([], "no prompt"), (["--prompt=a cat"], "a cat")):
@@ -91,6 +92,7 @@ def test_what_it_returns_is_printed_and_each_file_that_it_wrote_is_named_once(fo
         assert (run / "b.txt").read_text() == written
 
 
+@pytest.mark.thorough
 def test_the_key_is_that_of_the_seed(folder, capsys):
     found = {}
     for seed in (0, 1, 0):
@@ -138,6 +140,7 @@ def test_options_of_texts_are_refused_in_one_line(folder, capsys, options, name,
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_a_run_says_how_to_ask_it(folder, capsys):
     with contextlib.chdir(folder):
         assert cli.main(["train", "own.py"]) == 0
@@ -147,6 +150,7 @@ def test_a_run_says_how_to_ask_it(folder, capsys):
     )
 
 
+@pytest.mark.thorough
 def test_data_without_the_method_are_told_of_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     body = EXPERIMENT.format(parameter="", body="return None").replace(

@@ -96,6 +96,7 @@ def test_every_name_of_the_tables_is_known_and_no_other_is(axes, other):
         assert f"layers/kernel: unknown axis {other!r}" in sharding.unknown_axis(tree(*axes, other))
 
 
+@pytest.mark.thorough
 def test_every_axis_of_a_preset_is_known():
     for name, model in PRESETS.items():
         assert sharding.unknown_axis(models.spec(model)) is None, name
@@ -117,6 +118,7 @@ class Score:
         return {self.name: 1.0}
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("best", "metrics", "said"),
     [
@@ -228,6 +230,7 @@ class Split:
 FIRST = Question([1, 2, 3], "123")
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("questions", [(), None, (FIRST,)], ids=["empty", "none", "one"])
 @pytest.mark.parametrize("prompt", [None, "12"])
 def test_no_question_is_asked_of_an_empty_text(tmp_path, questions, prompt):

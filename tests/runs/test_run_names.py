@@ -106,6 +106,7 @@ def written(experiment, runs):
     return folder
 
 
+@pytest.mark.thorough
 def test_every_run_that_can_be_made_is_found(tmp_path):
     """Also what has its name: its figures, the table of its sweep, a file that is not yet
     complete."""

@@ -155,6 +155,7 @@ def test_adafactor_of_stacked_layers_is_optax_on_each_of_them():
         np.testing.assert_allclose(ours[path], leaf, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.thorough
 def test_adafactor_where_a_whole_stack_is_frozen():
     start, gradient = random_trees(2)
     transform = optimizers.build(Adafactor(), STACKED, "experts|kernel|router")
@@ -346,6 +347,7 @@ RUNS = st.integers(1, 300).flatmap(
 SHARES = st.floats(0, 1, width=32)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=30)
 @given(RUNS, st.sampled_from([Cosine, Linear, WSD, Constant]), SHARES, SHARES)
 def test_schedules_keep_their_word_at_both_ends(run, kind, final, decay):

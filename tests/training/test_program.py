@@ -56,6 +56,7 @@ def test_bytes_that_a_step_moves(precision, products, others):
     assert traffic.others / 2**20 < 1.02 * others
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_computes_its_products_once(precision):
     """The compiler's count is that of `models.cost` and at most a fifth more, for softmax, norms,

@@ -140,6 +140,7 @@ def plain_descent(spec):
     return optax.sgd(1.0)
 
 
+@pytest.mark.thorough
 def test_a_reference_has_no_gradient_and_does_not_change():
     """The first step's gradient is that of a loss whose teacher is a constant."""
     made = replace(TINY, optimizer=plain_descent)
@@ -158,6 +159,7 @@ def test_a_reference_has_no_gradient_and_does_not_change():
     )
 
 
+@pytest.mark.thorough
 def test_the_base_of_an_adaptation_is_its_frozen_weights():
     made = replace(
         TINY,
@@ -177,6 +179,7 @@ def test_the_base_of_an_adaptation_is_its_frozen_weights():
     )
 
 
+@pytest.mark.thorough
 def test_a_reference_of_another_architecture_is_read_and_split_by_its_own_spec():
     made = replace(
         TINY, references={"teacher": Reference(params.init, LARGE)}, objective=Distilled(LARGE)
@@ -260,6 +263,7 @@ def test_an_adapted_run_with_its_base_scores_as_in_training(teacher, tmp_path):
     assert adaptation.lora(models.spec(MODEL), "query/kernel$", 2)  # what trains is beside it
 
 
+@pytest.mark.thorough
 def test_the_objective_of_an_evaluation_knows_the_step(tmp_path):
     @dataclass(frozen=True)
     class Steps:

@@ -146,6 +146,7 @@ def test_a_run_records_them_by_layer(tmp_path, capsys):
     assert "rms/" not in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_model_of_your_own_has_gradients_and_updates():
     class Own:
         def spec(self):

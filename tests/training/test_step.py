@@ -167,6 +167,7 @@ def test_a_batch_without_weight_changes_nothing_but_the_step(accumulation):
         )  # 0 / 0, and no perfect model
 
 
+@pytest.mark.thorough
 def test_a_label_outside_of_the_vocabulary_is_a_bad_step():
     state, batch = initial(AVERAGED), make_batch()
     batch["labels"] = np.where(np.arange(8) == 3, 99999, batch["labels"])

@@ -72,6 +72,7 @@ def test_a_step_writes_the_mean_of_its_micro_batches(accumulation):
     assert metrics["bad_variables"] == 0
 
 
+@pytest.mark.thorough
 def test_pmap_writes_the_mean_of_its_devices():
     devices, batches = jax.devices(), [batch_of(step) for step in range(2)]
     made = replace(EXPERIMENT, mesh=Mesh(backend="pmap"))
@@ -84,6 +85,7 @@ def test_pmap_writes_the_mean_of_its_devices():
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", [Mesh(data=1, fsdp=8), Mesh(data=2, fsdp=4, explicit=True)], ids=str
 )
@@ -120,6 +122,7 @@ class Poisoned(Errors):
         return replace(sums, updates=sums.updates | {"steps": batch["poison"].mean()})
 
 
+@pytest.mark.thorough
 def test_a_variable_that_is_not_finite_makes_a_bad_step():
     made = replace(EXPERIMENT, objective=Poisoned())
     good, bad = batch_of() | {"poison": np.ones(16)}, batch_of(1) | {"poison": np.full(16, np.nan)}
@@ -168,6 +171,7 @@ def test_a_step_that_changes_nothing_leaves_variables_as_they_were(kind):
     assert_same(variables(again), expected([*batches, batch_of(3)]))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "optimizer", [EXPERIMENT.optimizer, Lion(), Muon()], ids=lambda o: type(o).__name__
 )
@@ -242,6 +246,7 @@ class Sees(Errors):
         return LossSums(total * weights, weights, names, {"steps": context.variables["steps"] + 1})
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("adaptation", [None, Lora("kernel")])
 def test_an_objective_sees_variables_by_the_models_paths(adaptation):
     """Also under an adaptation, whose tree has them elsewhere."""

@@ -139,7 +139,7 @@ def test_float64_value_and_gradients(seed, rule, lengths, heads, chunk, phi):
         assert ours[0].dtype == jnp.float64
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("prefix", [0, 7])
 def test_prefix_state_and_steps_equal_the_whole(prefix):
     """The state after a prefix, then token by token or all at once, is causal attention; so is the
@@ -228,7 +228,7 @@ def test_a_row_whose_ids_come_again_is_nan(rule):
         assert np.isnan(f(x, x, x, mask=mask)[jnp.array([0, 3])]).all()
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("offset", [None, 0])
 @pytest.mark.parametrize("pair", [False, True], ids=["one side", "both sides"])
 @pytest.mark.parametrize("f", [linear_attention, efficient_attention])
@@ -260,6 +260,7 @@ def test_query_lengths_and_offsets():
     assert (out[1, 2:] == 0).all()
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("mask", [masks.full(), masks.causal()])
 def test_without_any_key_the_answer_is_zeros(mask):
     query, nothing = jnp.ones((1, 2, 4, 3)), jnp.ones((1, 0, 2, 3))

@@ -120,6 +120,7 @@ def test_padding_does_not_matter(by):
     assert (out[1] == 0).all() and all((x[1] == 0).all() for x in gradients[:3])
 
 
+@pytest.mark.thorough
 def test_a_packed_row_is_nan_and_the_others_are_not():
     query, key, value, E, F = case(4, T=7)
     ids = jnp.array([[1, 1, 2, 2, 0, 0, 0], [3, 3, 3, 3, 3, 3, 0]])

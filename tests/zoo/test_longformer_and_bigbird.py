@@ -171,6 +171,7 @@ def test_longformer_without_globals_is_a_window():
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_longformer_shows_kernels_a_sparse_rule():
     """Flags are arrays, of which no kernel knows anything while tracing; what attention is asked
     for is sparse all the same."""

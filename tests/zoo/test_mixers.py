@@ -82,7 +82,7 @@ def close(a, b, tolerance=1e-5):
 
 
 # what differs by layer is parameters alone, constants, or nothing but what layers share
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -168,6 +168,7 @@ def test_padding_is_not_seen(name):
         close(behind[0], run(config, p, TOKENS[:, :real], ONES[:, :real]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [n for n in SYSTEMS if SYSTEMS[n].masks == CAUSAL and n != "reformer"]
 )
@@ -338,6 +339,7 @@ def test_reformer_of_one_chunk_is_attention_to_unit_keys():
     close(*both(p, x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("length", "before", "after", "multiple"),
     [(16, 1, 0, 4), (15, 1, 1, 4), (7, 3, 0, 4), (7, 3, 2, 8), (3, 1, 1, 12), (9, 0, 2, 12)],
@@ -442,6 +444,7 @@ def test_settings_that_a_system_lacks(name, changes, said):
         models.spec(replace(SYSTEMS[name], **changes))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "name", ["longformer", "bigbird", "linformer", "linear", "efficient", "performer"]
 )

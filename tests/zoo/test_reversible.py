@@ -78,6 +78,7 @@ def test_value_and_gradients_equal_autodiff():
         )
 
 
+@pytest.mark.thorough
 def test_float32_streams_with_16_bit_layers():
     """f and g in bfloat16 between float32 streams: the gradient is the rounding of bfloat16 away,
     not more."""

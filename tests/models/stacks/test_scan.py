@@ -71,6 +71,7 @@ def test_a_norm_computed_again_keeps_less_and_gives_the_same_gradient(monkeypatc
     assert kept["tpu"] <= kept["cpu"] - norms * stream  # at least one array of float32 of each norm
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
 def test_fsdp_keeps_no_more_than_one_device(monkeypatch, config):
     """The policy that gathers weights again does not keep what an activation or a norm computes

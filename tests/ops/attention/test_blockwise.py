@@ -315,7 +315,7 @@ def gradients(implementation):
 reference = jax.jit(gradients("reference"))  # one for all, compiled once for equal shapes
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["reference", "query_blocked", "blockwise"])
 def test_under_every_transformation(implementation):
     arrays = random_arrays()
@@ -344,7 +344,7 @@ def test_without_jit(implementation):
     jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), ours, expected)
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("implementation", ["reference", "query_blocked", "blockwise"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 def test_on_meshes(kind, implementation):

@@ -179,7 +179,7 @@ def test_every_mask_and_bias_is_that_of_each_row_alone(name):
             np.testing.assert_array_equal(state[kind][row, :, :text], x[row, :text].swapaxes(0, 1))
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BY_ROW)
 def test_it_is_the_reference_at_positions_by_row(name):
     """`ops.attention(positions=...)` of the same slots, as one array."""

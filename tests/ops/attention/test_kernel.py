@@ -177,6 +177,7 @@ SLOW = (
 )
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in SLOW)]
 )
@@ -310,6 +311,7 @@ def test_only_the_reference_returns_weights():
     assert weights.shape == (2, 4, 5, 5) and not shapes
 
 
+@pytest.mark.thorough
 def test_the_earlier_name_is_the_same_kernel_with_one_warning(caplog):
     _warn_once.cache_clear()
     model = ModelConfig(13, 1, 8, 2, context_length=8)
@@ -432,6 +434,7 @@ VARIANTS = {
 BOTH_WAYS = "Longformer", "BigBird"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -495,6 +498,7 @@ def test_cross_attention_and_an_encoder_call_it():
     assert lengths.count(8) == 2 * lengths.count(6) > 0
 
 
+@pytest.mark.thorough
 def test_the_prompt_of_a_decoding_calls_it_and_the_texts_are_those_of_the_reference():
     kernel, shapes = counted(CAUSAL)
     params = models.init(MODEL, jax.random.key(0))
@@ -512,6 +516,7 @@ def test_the_prompt_of_a_decoding_calls_it_and_the_texts_are_those_of_the_refere
     assert shapes and all(shape[1] > 1 for shape in shapes)
 
 
+@pytest.mark.thorough
 def test_dropout_in_training_is_refused_and_not_left_out():
     dropping = replace(MODEL, attention_dropout_rate=0.1, attention_implementation=CAUSAL)
     params = models.init(dropping, jax.random.key(0))

@@ -51,7 +51,7 @@ def draw(dtype=jnp.float32, rows=2, seed=0):
 MASKS = {**static_masks(T, S), **dynamic_masks(np.random.default_rng(0), 2, T, S)}
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.thorough if i % 4 else ()) for i, n in enumerate(MASKS)],

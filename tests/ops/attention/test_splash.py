@@ -89,7 +89,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mask", "T", "S", "options"), CASES, ids=lambda x: str(x)[:40])
 def test_equals_the_reference(mask, T, S, options, small_blocks):
     assert_equal(mask, T, S, **options)

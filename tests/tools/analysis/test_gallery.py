@@ -138,6 +138,7 @@ class Scored:
         return training.TokenCrossEntropy()
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize(
     "objective", [training.TokenCrossEntropy(), Scored(), training.MaskedTokens(8)]
 )
@@ -180,6 +181,7 @@ def test_an_example_that_fails_is_a_warning(tmp_path, monkeypatch, caplog):
     )
 
 
+@pytest.mark.thorough
 def test_the_example_of_corrupted_spans_is_a_pair():
     """Source and target as a training step makes them."""
     objective = training.SpanCorruption(sentinel=40, end=30)

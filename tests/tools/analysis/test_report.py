@@ -178,6 +178,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(trained, monkeypatch, ca
     shutil.rmtree(trained / "copied")
 
 
+@pytest.mark.thorough
 def test_a_run_without_records_has_a_page_without_curves(trained, monkeypatch, caplog):
     monkeypatch.setattr(gallery, "run_pictures", lambda folder: {})
     folder = trained / "runs" / "new"

@@ -74,7 +74,7 @@ def test_a_step_takes_three_forwards_and_with_full_remat_nearly_four():
     assert step(CONFIG, accumulation=2).matmul == step(CONFIG).matmul
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("frozen", ["embedding|layers/feedforward", "^layers"])
 def test_what_is_frozen_has_no_gradient_to_count(frozen):
     """The gradients of frozen weights are in the program, but nobody reads them, so that XLA
@@ -82,7 +82,7 @@ def test_what_is_frozen_has_no_gradient_to_count(frozen):
     assert step(CONFIG, frozen=frozen).matmul == closed_form(frozen=frozen) < step(CONFIG).matmul
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("unroll", [1, L])
 def test_factors_beside_frozen_weights(unroll):
     """The closed form, and the factors: W + a b and the gradients of both."""
@@ -103,7 +103,7 @@ def closed_form(**changes):
     return cost.training_flops(model, T, trained=trained) * B * T
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2_small", "llama_7b", "qwen2_05b"])
 def test_the_closed_form_is_within_a_percent_of_the_count(name):
     config = replace(
@@ -168,6 +168,7 @@ def test_xla_counts_the_same_where_it_counts_right():
     assert 0.85 * everything < counted < everything
 
 
+@pytest.mark.thorough
 def test_blockwise_attention_counts_what_it_visits():
     """Blocks that the mask leaves empty are no work: a constant table has the others, and its loops
     share it."""

@@ -249,6 +249,7 @@ def test_the_estimate_knows_what_saves_memory():
         )
 
 
+@pytest.mark.thorough
 def test_candidates_make_up_the_devices():
     found = list(search.candidates(LLAMA, 16))
     assert len({(one.mesh, one.batch_size, one.model.remat) for one in found}) == len(found) > 100
