@@ -259,6 +259,7 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("*.png"))) == page.count("![](")
 
 
+@pytest.mark.thorough
 def test_the_table_of_reports_is_that_of_the_tests():
     """docs/checks.md counts what tests/reports holds; `python tests/reports/table.py` prints the
     table."""

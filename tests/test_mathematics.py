@@ -144,6 +144,7 @@ IDENTITIES = (
 )
 
 
+@pytest.mark.thorough_after(3)
 @pytest.mark.parametrize("identity", IDENTITIES, ids=lambda f: f.__name__)
 def test_gradients_are_finite_differences(identity):
     """The formulas of docs/one-function-at-a-time.md in float64 NumPy; the library's own gradients

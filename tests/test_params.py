@@ -107,6 +107,7 @@ def test_values_depend_on_key_and_path_alone():
     jax.tree.map(lambda a, b: np.testing.assert_array_compare(np.not_equal, a, b), keys, other)
 
 
+@pytest.mark.thorough
 def test_leaves_of_one_shape_differ_and_jit_changes_nothing():
     tree = {name: {"kernel": matrix(4, 4)} for name in ("query", "key")} | {"kernel": matrix(4, 4)}
     values = init(tree)

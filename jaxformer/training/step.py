@@ -128,7 +128,7 @@ def mean_variables(updates: dict[str, Array] | None, parts: int) -> dict[str, Ar
     return updates if parts == 1 else {path: value / parts for path, value in updates.items()}
 
 
-def divisor(weight: Array) -> Array:
+def divisor(weight: Array | float) -> Array:
     """The weight, or 1 if it is 0 or less: sums of an empty batch are divided by 1."""
     return jnp.where(weight > 0, weight, 1)
 

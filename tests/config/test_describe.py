@@ -450,6 +450,7 @@ def test_objects_of_an_edited_file_keep_their_description(described, tmp_path):
     assert C.describe(old) == before
 
 
+@pytest.mark.thorough
 def test_long_chains_of_helpers_are_described_in_linear_time(described):
     text = "def f0(x): return x\n" + "".join(
         f"def f{i + 1}(x): return f{i}(x) + f{i}(-x)\n" for i in range(60)

@@ -70,6 +70,7 @@ def test_the_users_own_experiments_come_first(folder):
     assert mine == folder / "experiments" / "quickstart.py" != packaged
 
 
+@pytest.mark.thorough
 def test_experiments_may_build_on_each_other(folder):
     (folder / "experiments" / "first.py").write_text(FILE.format(name="first"))
     (folder / "experiments" / "second.py").write_text(

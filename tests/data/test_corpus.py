@@ -112,6 +112,7 @@ def test_tokens_do_not_depend_on_the_parts(small, texts, monkeypatch, tmp_path):
     np.testing.assert_array_equal(all_tokens(first), all_tokens(second))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("pattern", ["*.jsonl*", "b/*"])
 def test_a_path_may_be_a_glob_or_a_file(small, texts, pattern):
     found = documents_of(open_dataset(replace(texts, path=f"{texts.path}/{pattern}")))
@@ -153,6 +154,7 @@ def test_tokens_of_files_are_the_array(sizes, length, cut):
                 )
 
 
+@pytest.mark.thorough
 def test_training_windows_follow_each_other(small, texts):
     dataset = open_dataset(texts, 16)
     rows = dataset.train.take_rows(np.arange(len(dataset.train)))
@@ -163,6 +165,7 @@ def test_training_windows_follow_each_other(small, texts):
     np.testing.assert_array_equal(overlapping[3]["tokens"], tokens[12:28])
 
 
+@pytest.mark.thorough
 def test_it_is_encoded_once(small, texts, monkeypatch):
     first = open_dataset(texts)
     monkeypatch.setattr(corpus, "encode_part", None)
@@ -184,7 +187,7 @@ def test_digest_follows_content_and_the_cache_follows_the_files(small, texts, tm
     )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("survivors", [0, 3])
 def test_encoding_goes_on_where_it_was_killed(small, texts, survivors, tmp_path, monkeypatch):
     whole = all_tokens(open_dataset(texts))
@@ -298,6 +301,7 @@ def test_any_damaged_file_of_the_cache_is_found_and_made_anew(
         )
 
 
+@pytest.mark.thorough
 def test_a_cache_that_was_copied_is_read_once_and_kept(small, texts, caplog, monkeypatch):
     """Its times differ, its digests do not."""
     open_dataset(texts)
@@ -539,6 +543,7 @@ def hub(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_a_data_set_is_encoded_in_several_shards_with_states(small, hub):
     assert documents_of(open_dataset(hub)) == DOCUMENTS
     names = sorted(file.name for file in corpus.Path(hub.cache).glob("corpus-*/*.tokens"))

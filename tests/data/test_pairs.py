@@ -87,6 +87,7 @@ def test_a_decoder_alone_reads_the_source_and_learns_the_target():
     assert row["weights"][:6].tolist() == [0, 0, 1, 1, 1, 0] and "source" not in row
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("lengths", [(32, 32), (0, 40)])
 def test_packing_wastes_little_and_loses_nothing(lengths):
     rng = np.random.default_rng(0)
@@ -199,6 +200,7 @@ def test_questions_are_the_validation_pairs(tmp_path):
     assert alone.prompt == [*b"eins", 255] and alone.source is None
 
 
+@pytest.mark.thorough
 def test_shared_byte_pairs_and_rows_of_json(tmp_path):
     for name in ("train", "val"):
         lines = [

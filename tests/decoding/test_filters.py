@@ -106,6 +106,7 @@ def test_of_equal_tokens_top_p_keeps_the_first_and_no_more_than_it_needs():
     )
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", ROWS)
 def test_top_k_keeps_ties_with_the_last(name):
     logits = ROWS[name].astype(np.float32)
@@ -126,6 +127,7 @@ def test_min_p_compares_probabilities(name):
         np.testing.assert_array_equal(kept_of(MinP(p), logits)[clear], (share >= p)[clear])
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", ROWS)
 def test_typical_keeps_the_fewest_by_distance_from_the_entropy(name):
     logits = ROWS[name].astype(np.float32)
@@ -270,6 +272,7 @@ def test_other_numbers_compile_nothing_and_a_row_is_what_it_is_alone(make):
         np.testing.assert_array_equal(together[row], apply(make(number), logits, history)[row])
 
 
+@pytest.mark.thorough
 def test_other_words_and_biases_of_one_shape_compile_nothing():
     logits, history = jnp.asarray(random_logits(width=40)), history_of()
     for makes in (

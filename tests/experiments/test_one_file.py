@@ -54,7 +54,7 @@ def test_the_parameters_are_the_librarys(config):
     jax.tree.map(np.testing.assert_array_equal, params.init(ours, key), params.init(theirs, key))
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", SIZES)
 def test_logits_loss_and_gradients_are_the_librarys(config):
     weights, tokens, labels = draw(config, 0)

@@ -7,7 +7,7 @@ import pytest
 from experiments.theory import complexity, widths
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", complexity.ROWS)
 def test_flops_grow_as_the_table_says(name):
     """No clock: the products of the program, forward and backward."""

@@ -42,7 +42,7 @@ def read(model_type, kind, **settings):
     return families.FAMILIES[model_type].read(SIZES | settings | {"architectures": [kind]}, ())
 
 
-@pytest.mark.thorough_after(16)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("model_type,kind", KINDS)
 def test_every_class_is_read_and_written(model_type, kind):
     family = families.FAMILIES[model_type]

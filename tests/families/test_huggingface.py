@@ -724,7 +724,7 @@ def test_all_that_does_not_fit_is_in_one_report(tmp_path):
     assert "ln_f" not in said and "unexpected:" not in said
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["bert_mlm", "roberta_mlm", "qwen2", "marian", "vit", "longformer_mlm"]
 )
@@ -968,6 +968,7 @@ def test_windows_are_known_by_their_rule():
     assert left_window(causal() & window(3, 1)) is None and left_window(causal()) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_damaged_numbers_are_found(bad, tmp_path):
     def damage(arrays):
@@ -980,6 +981,7 @@ def test_damaged_numbers_are_found(bad, tmp_path):
         read(runs.altered(tmp_path, "gpt2", damage))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_quantised_numbers_are_refused(dtype, tmp_path):
     """Whole numbers are no weights, whatever dtype is asked for."""

@@ -79,6 +79,7 @@ def test_a_family_of_ones_own_is_asked_for(tmp_path):
         families.save(tmp_path / "other", replace(checkpoint, model_type=None), family=MINE)
 
 
+@pytest.mark.thorough
 def test_a_leaf_without_a_rule_is_refused(tmp_path):
     biased = replace(TINY, use_bias=True)
     checkpoint = Checkpoint(biased, models.init(biased, jax.random.key(0)), model_type="mine")

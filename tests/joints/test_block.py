@@ -95,7 +95,7 @@ def by_hand(name, config, tree, tokens):
     return x if name == "post_norm" else own(tree["final_norm"], x)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OURS)
 def test_an_order_is_its_equation(name):
     config = replace(TINY, block=OURS[name], positions=None)

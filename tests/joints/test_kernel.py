@@ -95,6 +95,7 @@ def test_a_changed_kernel_is_another_run_and_a_changed_comment_is_not(
     assert names[0] == names[2] != names[1]
 
 
+@pytest.mark.thorough
 def test_a_call_that_it_refuses_ends_with_the_reason(page):
     arrays = [jnp.ones((1, 4, 2, 8))] * 3
     said = r"flash: no mask full\(\) of 4 queries and 4 keys; implementation='blockwise'"

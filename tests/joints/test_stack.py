@@ -86,7 +86,7 @@ def outputs(config, tree, wanted=("layers/*/attention/out", "layers/*/residual")
     return loss, values, gradients
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_in_order_are_the_default_stack(name):
     config = MODELS[name]

@@ -146,7 +146,7 @@ GKE = (
 )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ends", "starts", "states"),
     [

@@ -259,6 +259,7 @@ def test_a_mistake_is_one_line_before_anything_is_rented(line, says, capsys, mon
     assert err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_packages_that_hosts_would_not_have_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     quickstart = (ROOT / "experiments" / "quickstart.py").read_text()
@@ -300,6 +301,7 @@ def test_files_of_data_are_found_in_mixtures():
     }
 
 
+@pytest.mark.thorough
 def test_folders_of_tokenizers_and_first_parameters_are_seen_by_hosts(
     tmp_path, monkeypatch, capsys
 ):
@@ -396,7 +398,7 @@ def test_a_host_refuses_another_jax_and_a_folder_that_it_cannot_write(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("target", "variables", "words"),
     [

@@ -217,7 +217,7 @@ def test_options_of_a_task_are_texts_or_refused(unchecked, capsys):
         ] == f"{text}:8"
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["gke", "skypilot"])
 def test_arguments_reach_the_hosts_as_they_were_typed(launcher, capsys):
     """All in one command: each would take as long as the next."""

@@ -44,6 +44,7 @@ def own(depth):
 LARGEST = {"nested": (nested, DEEPEST), "negated": (negated, DEEPEST), "own": (own, DEEPEST)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_deepest_mask_works_everywhere(name):
     build, depth = LARGEST[name]

@@ -268,6 +268,7 @@ def test_small_integers_as_positions_do_not_wrap():
         np.testing.assert_array_equal(shown[0, 0], [[True, False], [True, True]])
 
 
+@pytest.mark.thorough
 def test_segments_separate_and_padding_is_seen_by_nobody():
     ids = jnp.array([[0, 0, 1, 1, 2], [1, 1, 1, 0, 0]])
     dense = np.asarray(masks.segments(ids).dense(5, 5))
@@ -305,6 +306,7 @@ def test_a_users_rule_is_a_mask():
     )
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("shape", [(2, 5), (5, 2)])
 def test_global_tokens_by_row_of_an_array(shape):
     rng = np.random.default_rng(0)
@@ -345,6 +347,7 @@ def test_positions_by_row():
             np.testing.assert_array_equal(by_row[b], whole[:, q[b]][:, :, kv[b]])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_block_sparse_repeats_its_layout_and_sees_nothing_beyond(dynamic):
     layout = np.random.default_rng(2).random((3, 2, 4)) < 0.5
@@ -500,7 +503,7 @@ def sweep(mask, share):
                 )
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("mask", CASES, ids=str)
 def test_blocks_equal_brute_force(mask):
     sweep(mask, 0.01)
@@ -643,6 +646,7 @@ def test_a_traced_offset_leaves_what_no_offset_moves():
     assert seen == dict(causal=[[1, 1]], full=[[2, 2]], prefix=[[0, 0]], both=[[1, 0]])
 
 
+@pytest.mark.thorough
 def test_blocks_while_tracing():
     """Also of a rule that uses jax.numpy, and of one that waits for a traced value."""
     rule = masks.Mask(lambda mask, q, kv: jnp.where(q > 5, kv < 4, kv >= 4))

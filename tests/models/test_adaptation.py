@@ -316,7 +316,7 @@ def test_a_half_of_a_pair_changes_by_itself():
 # Position tables
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("length,offset", [(40, 0), (40, 2), (16, 2), (10, 2)])
 def test_positions_are_repeated(length, offset):
     config = replace(GPT, positions=Learned(offset))

@@ -323,7 +323,7 @@ def test_bfloat16_activations_and_attention_maps_of_the_decoder_itself():
     assert (np.triu(maps, 1) == 0).all()
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @families
 def test_the_encoder_is_a_model_of_its_own(name):
     """Its hidden states are those of `models.apply`; of a shared table only the decoder keeps a

@@ -166,7 +166,7 @@ UNEVEN = {
 }
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", UNEVEN)
 def test_patterns_of_any_period_equal_a_loop(name):
     """Scanned, one after another, computed again: each equals a loop over layers whose parameters

@@ -58,7 +58,7 @@ def test_descriptions_tell_presets_apart():
         assert (told[one] == told[other]) == (PRESETS[one] == PRESETS[other]), (one, other)
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "name", ["gpt3_175b", "t5_11b", "vit_base", "mixtral_8x7b", "reformer_enwik8", "bert_large"]
 )

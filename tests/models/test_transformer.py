@@ -111,7 +111,7 @@ def test_spec_and_init_agree(name):
     )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @families
 def test_causal(name):
     """Changing token k leaves the logits before k alone, and changes some after it."""

@@ -156,6 +156,7 @@ def test_what_has_no_table_only_changes_its_config_and_what_has_no_patches_is_re
         vision.resize(VIT, weights, (15, 16))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2, 3), (2, 7)])
 def test_flags_of_hidden_patches_are_one_for_each(shape):
     """One a row would hide whole images; a class token is no patch."""

@@ -52,6 +52,7 @@ def test_shares_of_hidden_tokens(rate):
     assert len(np.unique(drawn)) == MASK and drawn.max() < MASK
 
 
+@pytest.mark.thorough
 def test_whole_words_are_hidden_together():
     tokens = text(100, 1000)
     starts = jnp.asarray(np.random.default_rng(1).random(tokens.shape) < 0.4)
@@ -116,7 +117,7 @@ def test_random_tokens_are_of_the_whole_vocabulary_where_the_mask_is_a_small_id(
         )
 
 
-@pytest.mark.thorough_after(3)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     ("length", "rate", "mean"),
     [(100, 0.15, 3.0), (37, 0.5, 2.0), (8, 0.15, 3.0), (2, 0.15, 3.0), (60, 0.3, 1.0)],
@@ -316,7 +317,7 @@ def test_the_loss_behind_a_prefix_by_hand(packed):
     )  # float32
 
 
-@pytest.mark.thorough_after(6)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mask",
     [

@@ -44,7 +44,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.thorough_after(7)
+@pytest.mark.thorough_after(6)
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_barrier_and_no_fixed_layout(name, platform):

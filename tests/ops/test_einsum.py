@@ -148,6 +148,7 @@ def test_wide_operands_of_a_narrow_product_have_wide_gradients(dtype):
         assert (np.abs(np.float64(ours) - theirs) <= SUMS * size).all()
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sums_are_float32(dtype):
     """4096 terms (1 + 2^-7)^2 make 4160.25 exactly; a bfloat16 sum of ones would stop at 256, a
@@ -209,6 +210,7 @@ def test_second_derivatives_in_float32():
     )  # the same sums, perhaps in another order
 
 
+@pytest.mark.thorough
 def test_bfloat16_under_vmap_scan_and_checkpoint():
     """Stacked layers: the gradient of each is what it is alone."""
     rng = np.random.default_rng(0)
@@ -248,6 +250,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(dtype):
     np.testing.assert_array_equal(add_bias(x, bias), 1)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("size", [8, 24])
 def test_axes_of_both_operands_may_alternate_in_the_result(size):
     """Talking heads: XLA:CPU has no kernel for it in bfloat16 unless each operand's axes are
@@ -281,6 +284,7 @@ def test_rows_of_a_table_in_8_bits_are_those_of_the_table_and_nan_outside():
     )
 
 
+@pytest.mark.thorough_after(4)
 @pytest.mark.parametrize("shape", [(0, 3, 7), (2, 0, 7)])
 @pytest.mark.parametrize(
     "store", [lambda w: w, lambda w: StoredWeight(w.T, (1, 0)), lambda w: int8_weight(w, (1, 0), 1)]
@@ -290,6 +294,7 @@ def test_no_rows_have_a_product_of_no_rows(store, shape):
     assert jax.jit(lambda x: einsum("btd,df->btf", x, w))(jnp.ones(shape)).shape == (*shape[:2], 5)
 
 
+@pytest.mark.thorough_after(2)
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU makes of products")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("backward", [False, True])

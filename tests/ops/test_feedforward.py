@@ -48,7 +48,7 @@ def test_every_activation_is_defined_here():
     assert set(ACTIVATIONS) == set(DEFINITIONS) and set(GATES.values()) <= set(DEFINITIONS)
 
 
-@pytest.mark.thorough_after(11)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_activations(name):
     x = np.float32(X)
@@ -177,6 +177,7 @@ def test_bfloat16_activations_with_float32_parameters():
         assert np.linalg.norm(np.float64(got) - wanted) <= 8 * 2.0**-8 * np.linalg.norm(wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "reglu", "bilinear"])
 def test_gated_layers_have_their_published_names(name):
     x, gate, up, down = (

@@ -80,7 +80,7 @@ def test_without_weights_every_token_counts_once():
     )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
 def test_agrees_with_optax(smoothing):
     hidden, head, labels, weights = random(1)
@@ -266,7 +266,7 @@ def value_and_gradients(loss, *args):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*args)
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100, None])
 def test_the_chunked_form_is_the_plain_one(chunk):
     """In float64, where the order of sums is worth 1e-12 and a real difference is not; T = 7 is no
@@ -305,7 +305,7 @@ def test_the_chunked_form_is_the_plain_one(chunk):
         assert {x.dtype for x in jax.tree.leaves(ours)} == {jnp.dtype("float64")}
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("chunk", [3, None])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_chunked_form_with_a_bias_of_the_vocabulary(chunk, softcap):
@@ -339,6 +339,7 @@ def test_the_chunked_form_with_a_bias_of_the_vocabulary(chunk, softcap):
         assert np.abs(ours[1][2]).max() > 0.1
 
 
+@pytest.mark.thorough
 def test_a_bias_with_narrow_hidden_states_gets_a_float32_gradient():
     """2 x 600 tokens: summed in bfloat16, a gradient of their number would stop at some 256."""
     hidden, head = jnp.zeros((2, 600, 4), jnp.bfloat16), jnp.ones((3, 4))
@@ -370,7 +371,7 @@ def test_the_chunked_form_without_a_gradient_and_without_weights():
     )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "roundoff"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
 def test_narrow_hidden_states_with_a_float32_head(dtype, roundoff):
     """Float32 logits, float32 gradient of the head, narrow gradient of the hidden states; 1/N stays
@@ -410,6 +411,7 @@ def test_narrow_hidden_states_with_a_float32_head(dtype, roundoff):
     )
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("head_dtype", "bound"), [(jnp.float32, 1.0), (jnp.float16, 1e3)])
 def test_float16_gradients_are_formed_in_its_range(head_dtype, bound):
     """At vocabulary 50,000 most of p - target is below float16's smallest number, 6e-8, and no loss

@@ -183,7 +183,7 @@ def test_the_order_of_tokens_does_not_matter():
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("top_k, capacity", [(1, 0.5), (2, 0.01), (2, 1.25), (3, 0.8)])
 def test_a_capacity_drops_the_choices_that_come_too_late(top_k, capacity):
     args = problem(10, B=2, T=21, E=5)
@@ -247,6 +247,7 @@ def test_groups_divide_the_rows_of_a_batch():
         mixture(*problem(0), jax.nn.silu, top_k=2, capacity=1.0, groups=3)
 
 
+@pytest.mark.thorough
 def test_the_capacity_is_the_one_of_the_formula():
     """1.1 x 10 is 11 places, not the 12 of floating point: ten even choices each, all sent to one
     expert."""
@@ -325,6 +326,7 @@ def test_descending_the_balance_loss_balances():
     assert losses[0] > 1.3 and fractions[0].max() > 0.5 and fractions[-1].max() < 0.4
 
 
+@pytest.mark.thorough
 def test_z_loss():
     args, padding_mask = problem(15), some(16, (2, 9))
     exact = np.log(np.exp(np.float64(args[0]) @ np.float64(args[1])).sum(-1)) ** 2
@@ -599,6 +601,7 @@ def test_what_cannot_be_is_refused_by_name(options, said):
         Mixture(**options)
 
 
+@pytest.mark.thorough
 def test_the_chips_kernel_gives_what_the_loop_gives():
     """Blocks of one expert each, the last ones unused; experts without a block."""
     rng = np.random.default_rng(0)

@@ -183,7 +183,7 @@ def test_a_batch_of_one_is_no_axis_of_a_sum(norm):
     assert not re.findall(r"f32\[1,\d+\]\S* reduce\(", text)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 5, 8), (2, 1, 8), (8,), (1, 8), (0, 3, 8)])
 @pytest.mark.parametrize("norm", [layer_norm, rms_norm])
 def test_axes_of_size_one_stay(norm, shape):

@@ -43,6 +43,7 @@ def table(positions, width, layout, spacing, base=10_000.0):
     return out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spacing", ["paper", "tensor2tensor"])
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 def test_sinusoids_by_definition(layout, spacing):
@@ -168,6 +169,7 @@ def test_rope_in_float64():
 turn = jax.jit(rope, static_argnums=2)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=15)
 @given(
     st.integers(0, 2**31),

@@ -94,6 +94,7 @@ def test_torch_transformer(order):
         np.testing.assert_allclose(out, arrays[order], **FLOAT64)
 
 
+@pytest.mark.thorough
 def test_torch_scaled_dot_product_attention():
     """Its heads are grouped like ours, rows that see nothing are zeros like ours, its is_causal
     starts at the top left."""
@@ -156,6 +157,7 @@ def test_jax_dot_product_attention():
     np.testing.assert_allclose(leaking[:, 1], mean, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_gpt_neo():
     """Layers that see all earlier tokens and layers that see the last four, in turn; scores are not
     scaled."""

@@ -316,6 +316,7 @@ def test_a_capacity_takes_two_all_to_alls_where_each_device_has_a_group():
     assert found.pop(("all-gather", ("expert",))) == (1, D * E * 4) and not found
 
 
+@pytest.mark.thorough
 def test_without_one_tokens_are_gathered_and_sums_scattered():
     """The all-gathers bring all tokens, their choices and weights, and the router; no expert leaves
     its device."""

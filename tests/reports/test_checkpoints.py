@@ -278,6 +278,7 @@ def test_a_step_that_exists_is_not_written_again(tmp_path):
     np.testing.assert_array_equal(restored[1]["w"], np.arange(6.0) + 20)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "mlcommons/algorithmic-efficiency#816", "AI-Hypercomputer/maxtext#3800", listed="third 28",
     right="a state goes on on another mesh with the same numbers",

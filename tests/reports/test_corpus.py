@@ -348,6 +348,7 @@ class Changing:
         return list(self.cache.glob("corpus-*/0*.tokens"))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "LoicGrobol/zeldarose#111",
     listed="third 09",

@@ -12,6 +12,7 @@ KEY = jax.random.key(0)
 SENTINEL, END = 5000, 1
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#21803",
     listed="third 25",

@@ -223,6 +223,7 @@ def places(text, gram):
     return sum(text[start : start + len(gram)] == gram for start in range(len(text)))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "OpenNMT/OpenNMT-py#1573",
     "facebookresearch/fairseq#5206",
@@ -247,6 +248,7 @@ def test_what_may_not_be_written_again():
         assert removed["words"][row, token] == bad, text
 
 
+@pytest.mark.thorough
 @pytest.mark.report("kingoflolz/mesh-transformer-jax#164", right="top-k of 1 leaves one token")
 def test_top_k_counts_from_one():
     probabilities = np.random.default_rng(0).dirichlet(np.ones(50))
@@ -302,6 +304,7 @@ def test_removed_tokens_are_never_drawn():
         ).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/text-generation-inference#1765",
     right="penalties count the tokens of the text, not the padding behind it",

@@ -200,7 +200,7 @@ def never(*_):
     raise AssertionError("a step was made")
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.report(
     "keras-team/keras#21109", "Lightning-AI/pytorch-lightning#4797", listed="second 43",
     right="a score that no evaluation makes is refused before the first step",
@@ -288,6 +288,7 @@ def test_an_evaluation_is_cut_as_a_step_is():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "AI-Hypercomputer/maxtext#5335",
     listed="second 19",

@@ -219,6 +219,7 @@ def test_every_kind_of_transparency_is_white(folder, mode, channels):
     assert pixels[0, 0, -1] in (0, 76)  # red, and red as grey
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "PaddlePaddle/PaddleOCR#682",
     right="Height and width are not confused where an image is not square.",

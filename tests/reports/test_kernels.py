@@ -333,6 +333,7 @@ def test_bfloat16_with_most_keys_hidden(kernel):
     assert np.abs(np.asarray(out, np.float64) - wanted).max() < 0.01 * np.abs(wanted).max()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "onnx/onnx#7274",
     "jxiw/M1#4",
@@ -346,6 +347,7 @@ def test_grouped_heads_are_neighbours(kernel):
 
 
 # Reports that passed when they were first tried, from the lists of the issue
+@pytest.mark.thorough_after(1)
 @pytest.mark.report("pytorch/pytorch#103963", "pytorch/pytorch#41508", listed="second 04",
         right=(
             "rows that a mask hides completely give zeros, next to rows that are right"

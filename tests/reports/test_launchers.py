@@ -93,6 +93,7 @@ def test_a_word_of_yaml_is_read_back_as_it_was(text):
     assert yaml.safe_load(f"a: {slices.word(text)}") == {"a": text}
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "dokku/docket#342",
     "mrlvsb/kelvin#867",

@@ -143,7 +143,7 @@ def test_a_negative_window_is_refused():
             masks.window(*wrong)
 
 
-@pytest.mark.thorough_after(6)
+@pytest.mark.thorough_after(2)
 @pytest.mark.report(
     "kuleshov-group/bd3lms#23", "meta-pytorch/attention-gym#71",
     right="the map of blocks is that of the dense mask, for blocks that divide neither length",

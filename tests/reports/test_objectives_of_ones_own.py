@@ -43,6 +43,7 @@ def steps(experiment, count):
     return state
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Deci-AI/super-gradients#1647",
     "amjltc295/pytorch-golden-template#76",
@@ -180,6 +181,7 @@ def test_averages_hold_running_statistics_as_they_are():
     ).any()
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.report(
     "run-ai/runai#14", "mosaicml/composer#1207", "NVIDIA/DeepLearningExamples#625",
     right="running statistics are those of the whole batch, however many micro-batches it has",
@@ -197,6 +199,7 @@ def test_statistics_do_not_depend_on_accumulation(accumulation):
         )  # float32 sums in another order
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "espnet/espnet#3283",
     "NVIDIA-NeMo/Speech#11272",

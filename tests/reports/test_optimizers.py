@@ -205,6 +205,7 @@ def test_decay_does_not_turn_lions_sign():
     np.testing.assert_allclose(update, 1.0 - 50.0)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.report(
     "ahrefs/ocannl#673", "OPTML-Group/Unlearn-Saliency#32", "KellerJordan/Muon#54",
     right="a frozen parameter has no decay, no momentum and no state",
@@ -253,6 +254,7 @@ def test_moments_are_float32():
     assert kinds == {jnp.dtype("float32")}
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "google-deepmind/optax#424",
     right="the schedule's rate reaches every optimizer: twice the rate, twice the update",

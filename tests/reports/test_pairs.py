@@ -189,6 +189,7 @@ def test_no_example_without_a_target_is_left(lengths):
     assert sum(problems.counts.values()) == 2 * dropped  # training and validation
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "hiyouga/LlamaFactory#2289", "huggingface/nanoVLM#201", "marin-community/marin#7087",
     right="Positions begin anew with each pair of a packed row.",

@@ -98,6 +98,7 @@ def test_a_fraction_of_a_head_is_a_whole_number_of_features():
         ops.positions.rope_frequencies(20, Rope(fraction=0.25))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pie-project/pie#603",
     "huggingface/transformers#48652",
@@ -230,6 +231,7 @@ def test_tables_of_odd_width(layout):
     ).all()  # width / 2 - 1 is 0
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Kyubyong/transformer#38",
     "BrianPulfer/PapersReimplementations#9",

@@ -96,6 +96,7 @@ def test_two_processes_0_on_one_machine():
     ) and "no second process 0 of the run" in str(second)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/pytorch#91940",
     "pytorch/pytorch#135712",

@@ -353,7 +353,7 @@ ODD = {
 }
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough_after(2)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.report(
     "PaddlePaddle/VisualDL#984",

@@ -62,6 +62,7 @@ def test_a_warmup_is_a_number_of_steps(kind):
             unchecked(BASE, **{name: 2.0}).__post_init__()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/torchtitan#1261", "pytorch/torchtitan#1010",
     right="a plateau schedule that decays for 0 of the run does not decay, and divides by nothing",
@@ -120,6 +121,7 @@ def test_a_warmup_as_long_as_the_run():
     assert np.isfinite(rates(Cosine(warmup=5), 6)).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "PaddlePaddle/PaddleDetection#4611", "facebookresearch/ParlAI#4384",
     right="the decay begins at the peak, with the step after the warm-up, for peaks below 1 too",

@@ -95,6 +95,7 @@ def run(recipe, batches, state=None):
     return state, found
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/pytorch-image-models#1182",
     listed="second 11",
@@ -258,6 +259,7 @@ def test_the_first_loss_scale_can_fall_far_enough():
     assert scale.value == 2.0**6
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.report(
     "ml-explore/mlx-lm#1544",
     "huggingface/transformers#35203",

@@ -383,6 +383,7 @@ def test_what_does_not_fit_at_once_is_saved_and_read_in_turn(tmp_path, monkeypat
     assert seen == [(9 << 14) // 8 if least < 1 << 14 else None] * 4
 
 
+@pytest.mark.thorough
 @needs_8_devices
 def test_files_have_pieces_that_another_mesh_reads_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "PIECE", 1 << 10)

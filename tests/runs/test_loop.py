@@ -169,6 +169,7 @@ def test_8_bits_of_an_adaptation_are_those_of_the_merged_weights(tmp_path):
     assert scores["loss"] == pytest.approx(result.validation["loss"], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_work_of_a_step_is_that_of_all_its_positions():
     """Of a classified image one position has a label; of a masked text few have weight: all of them
     are multiplied."""

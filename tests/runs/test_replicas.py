@@ -37,6 +37,7 @@ def flip(leaf, device, byte=5, bit=3):
     ctypes.c_uint8.from_address(address + byte).value ^= 1 << bit
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_equal_copies_pass(axis_type):
     mesh = mesh_of(axis_type)

@@ -47,6 +47,7 @@ sys.exit(cli.run(lambda _: time.sleep(60), []))
 """
 
 
+@pytest.mark.thorough
 def test_a_signal_at_a_start_is_one_line():
     with subprocess.Popen(
         [sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

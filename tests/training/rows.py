@@ -18,7 +18,7 @@ class Line:
     """x [B, 8] -> x w [B], and a variable that counts steps."""
 
     def spec(self):
-        kernel = Spec((8, 1), ("embed", "outputs"), ones, ("embed",))
+        kernel = Spec((8, 1), ("embed", None), ones, ("embed",))
         return {"w": {"kernel": kernel}, "steps": Spec((), (), zeros, trained=False)}
 
     def apply(self, params, x):

@@ -171,7 +171,7 @@ def test_a_step_that_changes_nothing_leaves_variables_as_they_were(kind):
     assert_same(variables(again), expected([*batches, batch_of(3)]))
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "optimizer", [EXPERIMENT.optimizer, Lion(), Muon()], ids=lambda o: type(o).__name__
 )

@@ -269,6 +269,7 @@ def test_without_any_key_the_answer_is_zeros(mask):
     assert f(query[:, :0], query, query).shape == (1, 0, 4, 3)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("f", ["elu", "shen"])
 def test_causality(f, causal):
@@ -300,6 +301,7 @@ def test_memory_of_the_backward_pass_is_linear():
     assert size < 16 * T * 64 * 4  # sixteen arrays like the values
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("causal", [False, True])
 def test_bfloat16_stays_within_its_rounding(causal):
     (query, key, value), mask, visible = case(6, causal, False, False, 33, 33, dtype=np.float32)

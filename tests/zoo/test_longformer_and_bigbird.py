@@ -164,6 +164,7 @@ def test_longformer_traced_flags():
         traced(FLAGS, None)
 
 
+@pytest.mark.thorough
 def test_longformer_without_globals_is_a_window():
     query, key, value = (x.astype(jnp.float32) for x in draw(0, *[(2, 13, 2, 4)] * 3))
     ours = jax.jit(partial(longformer_attention, window=6))(query, key, value, None, None, None)

@@ -411,6 +411,7 @@ def test_bigbird_layouts():
     assert zero.shape == (L, 2, 6, 3) and not zero.any()
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", ["performer", "reformer"])
 def test_what_is_drawn_does_not_depend_on_the_length_of_a_batch(name):
     constants = layout.kinds(SYSTEMS[name])[0].mixer.constants

@@ -143,6 +143,7 @@ def test_favor_is_causal_and_decodes(options):
         np.testing.assert_allclose(decode(query, key, value), before[:, t:], **FLOAT32)
 
 
+@pytest.mark.thorough
 def test_performer_pytorch():
     """Softmax features, causal and not, and the ReLU kernel, with a projection that is given; all
     float64."""

@@ -333,7 +333,7 @@ def test_errors_at_the_door(change, error, words):
         inspect.unwrap(lsh_attention)(**arguments)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["011", "111", "001"])
 def test_lucidrains(mode):
     """reformer-pytorch's LSHAttention: causal, allow_duplicate_attention; always with

@@ -530,7 +530,7 @@ def test_value_residual_through_scan_and_remat():
         np.testing.assert_allclose((up - down) / 2e-6, slope, rtol=1e-7)
 
 
-@pytest.mark.thorough_after(3)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", MIXERS)
 def test_bfloat16_and_attention_maps_in_shape(name):
     """Nothing widens a 16-bit model, cached or not; a map a layer and head can be had of each."""

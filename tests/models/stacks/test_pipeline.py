@@ -307,6 +307,7 @@ def test_what_does_not_come_out_even_is_refused_in_words(config, pipe, said):
         jax.eval_shape(partial(models.apply, staged(config, pipe)), weights, TOKENS)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "axes", [dict(stage=4), dict(mine=2, stage=2), dict(stage=2, data=2, mine=2)], ids=str
 )

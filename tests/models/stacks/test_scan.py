@@ -71,7 +71,7 @@ def test_a_norm_computed_again_keeps_less_and_gives_the_same_gradient(monkeypatc
     assert kept["tpu"] <= kept["cpu"] - norms * stream  # at least one array of float32 of each norm
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
 def test_fsdp_keeps_no_more_than_one_device(monkeypatch, config):
     """The policy that gathers weights again does not keep what an activation or a norm computes
@@ -112,6 +112,7 @@ def test_dots_keeps_a_users_own_products(policy, products, dtype):
     assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w)).count("dot_general[") == products
 
 
+@pytest.mark.thorough
 def test_attention_keeps_what_a_kernel_makes():
     """Ours by their name. cuDNN's operation is known by its own, which JAX may change."""
     cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")

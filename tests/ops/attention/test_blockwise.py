@@ -344,7 +344,7 @@ def test_without_jit(implementation):
     jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), ours, expected)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["reference", "query_blocked", "blockwise"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 def test_on_meshes(kind, implementation):

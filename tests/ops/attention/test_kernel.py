@@ -177,7 +177,7 @@ SLOW = (
 )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.thorough) for name in SLOW)]
 )
@@ -206,6 +206,7 @@ def test_an_error_of_a_kernel_names_its_case():
     assert "check_kernel('broken'): in the case 127 x 127, causal" in caught.value.__notes__
 
 
+@pytest.mark.thorough
 def test_a_kernel_for_inference_is_checked_without_gradients():
     @jax.custom_vjp
     def forward(query, key, value, call):

@@ -166,6 +166,10 @@ OTHERS = {
         QUERY, KEY, VALUE, Call(mask)
     ),
     "ops.attention.splash.refuses": lambda mask: exact(by_splash, mask),
+    # with the same blocks as `attention`; it reads the mask on several devices alone
+    "ops.attention.splash.refuses_on_mesh": lambda mask: splash.refuses_on_mesh(
+        QUERY, KEY, VALUE, Call(mask)
+    ),
     "ops.attention.reference.second_gradients": lambda mask: exact(gradient_of_gradients, mask),
     "ops.attention.reference.visible_scores": lambda mask: exact(softmax_of_reference, mask),
     "zoo.efficient_attention.attention": lambda mask: zoo.efficient_attention.attention(

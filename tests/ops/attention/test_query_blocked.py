@@ -77,6 +77,7 @@ def test_parts_of_a_batch_are_the_batch(mask):
     jax.tree.map(partial(np.testing.assert_allclose, **FLOAT32), found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_a_mask_of_other_rows_than_the_batch_is_refused(count):
     """Also where a part has as many rows as the mask."""

@@ -35,6 +35,7 @@ FAMILIES = (
 )
 
 
+@pytest.mark.thorough_after(5)
 @pytest.mark.parametrize("name", FAMILIES.split())
 def test_boxes_hold_every_parameter(name):
     config = PRESETS[name]
@@ -60,6 +61,7 @@ def words(config):
     ]
 
 
+@pytest.mark.thorough
 def test_what_newcomers_look_for():
     for name, expected in {
         "gpt2_small": ("causal, 12 heads of 64", "learned, 1,024 × 768", "gelu_tanh", "Layer norm"),

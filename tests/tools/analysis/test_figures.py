@@ -100,7 +100,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DRAWN)
 def test_pictures_are_drawn_for_both_grounds(name):
     light, dark = figures.png(DRAWN[name]), figures.png(DRAWN[name], dark=True)

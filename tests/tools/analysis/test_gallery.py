@@ -138,7 +138,7 @@ class Scored:
         return training.TokenCrossEntropy()
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "objective", [training.TokenCrossEntropy(), Scored(), training.MaskedTokens(8)]
 )
@@ -147,6 +147,7 @@ def test_objectives_of_tokens_give_their_example(tmp_path, monkeypatch, objectiv
     assert drawn["Attention"]["tokens"].tolist() == [TEXT.tolist()] and not caplog.text
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(
     "objective",
     [lambda *_: None, with_example(lambda model, batch: None)],

@@ -64,6 +64,7 @@ def test_a_text_token_by_token(config):
         assert found.weights is None and not found.heads
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_inspected():
     params = models.init(CONFIG, jax.random.key(0))
     with pytest.raises(ConfigError, match="'a' is 1 tokens"):

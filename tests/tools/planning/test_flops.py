@@ -54,6 +54,7 @@ def step(config, **changes):
     return flops.count(make_train_step(recipe), jax.eval_shape(partial(init_state, recipe)), batch)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("unroll", [1, L])
 def test_a_layer_takes_24_n_d2_and_4_n2_d(unroll):
     """Four square products of attention and two of the feed-forward, 4 wide; scores and their use

@@ -106,6 +106,7 @@ def test_averaged_parameters_are_no_activations(needed):
     assert found["averaged parameters"] == found["parameters"] != found["optimizer"]
 
 
+@pytest.mark.thorough
 def test_what_the_host_holds_is_on_no_device(needed):
     """Of the optimizer's state all but its count of steps."""
     offloaded = sizes(mesh=Mesh(data=1, fsdp=8, offload=True))

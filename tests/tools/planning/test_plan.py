@@ -206,6 +206,7 @@ def test_a_step_waits_for_what_nothing_runs_beside():
     assert step(3.0, 1.0, {}, {"fsdp": 5.0, "data": 2.0}) == 7.0
 
 
+@pytest.mark.thorough
 def test_utilization_in_both_conventions():
     found = cost.utilization(presets.llama_7b, 2048, 10_000.0, 4, "TPU v5 lite")
     assert found["6N+12LNHT"] == pytest.approx(
