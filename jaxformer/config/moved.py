@@ -48,6 +48,8 @@ MODULES = {
 # single names that moved: old full name: new module
 NAMES = {
     "jaxformer.models.block.DropoutKeys": "jaxformer.models.sublayers",
+    "jaxformer.models.InAttention": "jaxformer.models.config",
+    "jaxformer.models.config.InAttention": "jaxformer.models.config",
     "jaxformer.models.embedding.norm": "jaxformer.models.norm",
     "jaxformer.models.embedding.norm_spec": "jaxformer.models.norm",
     "jaxformer.models.stacks.scan.unstacked": "jaxformer.models.stacks.layout",
@@ -179,6 +181,8 @@ NAMES = {
 }
 # those that also got another name: old full name: new name
 RENAMED = {
+    "jaxformer.models.InAttention": "AttentionPositions",
+    "jaxformer.models.config.InAttention": "AttentionPositions",
     "jaxformer.models.stacks.scan.Row": "LayerInputs",
     "jaxformer.models.stacks.scan.rows_of_pattern": "inputs_of_pattern",
     "jaxformer.models.stacks.layout.turns": "as_pattern",

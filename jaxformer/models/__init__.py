@@ -5,7 +5,7 @@ or an object of your own with methods `spec()` and `apply(params, tokens, ...)`.
 """
 
 # ruff: noqa: F401 (names that the package offers)
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -100,14 +100,8 @@ def evaluation(model: Any) -> Any:
     def each(parts):
         return tuple(map(to_score, parts)) if isinstance(parts, tuple) else to_score(parts)
 
-    return replace(
-        model,
-        dropout_rate=0.0,
-        attention_dropout_rate=0.0,
-        mixer=each(model.mixer),
-        feedforward=each(model.feedforward),
-        block=to_score(model.block),
-    )
+    parts: Any = {field.name: each(getattr(model, field.name)) for field in fields(model)}
+    return replace(model, **parts | dict(dropout_rate=0.0, attention_dropout_rate=0.0))
 
 
 def _functions(model: ModelConfig | EncoderDecoder) -> Any:

@@ -42,11 +42,11 @@ MODELS = {
 
 def in_order(config, layers, x, context):
     """Each layer once, as the default stack runs them."""
-    outputs, carry = [], None
-    for run in layer_functions(config, layers, x, context):
-        outputs.append(run(x, carry))
-        x, carry = outputs[-1].hidden, outputs[-1].carry
-    return x, join_layers(outputs)
+    runs, carry = [], None
+    for layer in layer_functions(config, layers, x, context):
+        runs.append(layer(x, carry))
+        x, carry = runs[-1].hidden, runs[-1].carry
+    return x, join_layers(runs)
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ def test_a_stack_may_skip_and_repeat_layers():
 
     def looped(config, layers, x, context):
         first, *middle, _ = layer_functions(config, layers, x, context)
-        ran = []
-        for run in (first, *middle, *middle):
-            ran.append(run(x))
-            x = ran[-1].hidden
-        return x, join_layers(ran)
+        runs = []
+        for layer in (first, *middle, *middle):
+            runs.append(layer(x))
+            x = runs[-1].hidden
+        return x, join_layers(runs)
 
     tree = models.init(TINY, jax.random.key(0))
     loss, _, slopes = outputs(replace(TINY, stack=looped), tree, ())

@@ -1,7 +1,7 @@
 """Root mean squares by layer, as metrics of a step."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxformer import models, params
 from jaxformer.data.tasks import Reverse
 from jaxformer.models import EncoderDecoder, Mixture, ModelConfig
 from jaxformer.models.mixers.attention import attention
+from jaxformer.models.stacks import scan
 from jaxformer.runs import loop
 from jaxformer.training import rms
 from jaxformer.training.experiment import Experiment, Sample
@@ -37,6 +38,18 @@ def batch(key=0, **more):
     return {"tokens": tokens, "labels": tokens[:, ::-1], "weights": jnp.ones((4, 8))} | more
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """The default stack; then x times one parameter."""
+
+    def spec(self, config):
+        return {"scale": params.Spec((config.d_model,), ("embed",), jax.nn.initializers.ones)}
+
+    def __call__(self, config, layers, x, context):
+        x, output = scan.stack(config, layers, x, context)
+        return x * layers.stack_params["scale"][None, None], output
+
+
 def step(chosen: Experiment, examples):
     recipe = build(chosen)
     state = init_state(recipe)
@@ -56,9 +69,10 @@ def test_every_number_by_hand():
     for kind, tree in trees.items():
         for part in ("embedding", "final_norm"):
             leaves = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree[part])])
+            # p + u - p
             np.testing.assert_allclose(
                 metrics[f"rms/{kind}/{part}"], np.sqrt(np.mean(leaves**2)), rtol=2e-3
-            )  # p + u - p
+            )
         layers = np.concatenate(
             [np.reshape(leaf, (3, -1)) for leaf in jax.tree.leaves(tree["layers"])], axis=1
         )
@@ -107,6 +121,12 @@ def test_with_every_way_of_running_layers(stack, accumulation):
     for name in expected:
         if "gradient" in name or ("activation" in name and accumulation == 1):
             np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-4, err_msg=name)
+
+
+def test_a_stack_of_ones_own_keeps_its_parameters():
+    *_, metrics = step(experiment(replace(MODEL, stack=Scaled())), batch())
+    assert metrics["rms/activation/layers"].shape == (3,)
+    assert metrics["rms/gradient/stack"] > 0
 
 
 @pytest.mark.thorough

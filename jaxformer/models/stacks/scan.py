@@ -19,7 +19,7 @@ from jaxformer.models.layer import Context, Layers
 from jaxformer.models.stacks import layout
 from jaxformer.models.stacks.layout import Segment
 from jaxformer.models.stacks.remat import remat
-from jaxformer.models.stacks.trees import join_layers, join_parts, unstack
+from jaxformer.models.stacks.trees import LayerRun, join_parts, stack_outputs, unstack
 from jaxformer.models.sublayers import Kind
 from jaxformer.params import Tree
 from jaxformer.sharding import is_one_cpu, platform
@@ -98,11 +98,12 @@ def stack(config: ModelConfig, layers: Layers, x, context: Context, pick: Callab
 
 
 def layer_functions(config: ModelConfig, layers: Layers, x, context: Context) -> list[Callable]:
-    """The layers of a stack of your own: functions `(x, carry=None) -> LayerOutput`, in order.
+    """The layers of a stack of your own: functions `(x, carry=None) -> LayerRun`, in order.
 
-    `LayerOutput.hidden` is x after the layer. `join_layers` joins the outputs of all layers. x is
-    the stream before the first layer. A mixer that hands a carry to the next layer finds it in
-    `carry`, which is the `carry` of an earlier output; None: that of the first layer.
+    x `[B, T, ...]` is the stream before the first layer, and `LayerRun.hidden` is x after a layer.
+    `join_layers` joins the runs. A mixer that hands a carry to the next layer finds it in `carry`,
+    which is the `carry` of an earlier run; None: that of the first layer. Raises ConfigError for
+    layers that do not fit together.
     """
     call = stack_call(config, layers, x.shape[1], context)
     first = first_carry(config, call.kinds, x)
@@ -112,13 +113,15 @@ def layer_functions(config: ModelConfig, layers: Layers, x, context: Context) ->
             layer = partial(run_layer_of_segment, call, segment, k)
             if not call.is_decoding:
                 layer = remat(config, layer, in_scan=False)
-            functions.append(partial(_run_alone, layer, inputs, first))
+            functions.append(partial(_run_alone, call, segment.first + k, layer, inputs, first))
     return functions
 
 
-def _run_alone(layer: Callable, inputs: LayerInputs, first: Tree, x, carry: Tree = None):
+def _run_alone(
+    call: StackCall, i: int, layer: Callable, inputs: LayerInputs, first: Tree, x, carry=None
+) -> LayerRun:
     flow, output = layer(Flow(x, first if carry is None else carry), inputs)
-    return output._replace(hidden=flow.x, carry=flow.carry)
+    return LayerRun(flow.x, flow.carry, output, i, call.config.num_layers)
 
 
 def stack_call(
@@ -178,7 +181,7 @@ def run_segment(call: StackCall, segment: Segment, flow):
             partial(run_layer_of_segment, call, segment, k) for k in range(scanned, segment.count)
         ]
         if not call.is_decoding:
-            layers = [remat(config, layer, in_scan=is_scanned) for layer in layers]
+            layers = [remat(config, layer, in_scan=False) for layer in layers]
         flow, output = run_in_turn(layers, flow, inputs_of_rest(call, segment, scanned))
         outputs.append(output)
     return flow, join_parts(outputs)
@@ -350,7 +353,7 @@ def run_in_turn(functions: Sequence[Callable], flow, inputs: Sequence[LayerInput
     for function, layer_inputs in zip(functions, inputs, strict=True):
         flow, output = function(flow, layer_inputs)
         outputs.append(output)
-    return flow, join_layers(outputs)
+    return flow, stack_outputs(outputs)
 
 
 def layers_a_step(config: ModelConfig, dtype) -> int:

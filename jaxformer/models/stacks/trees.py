@@ -1,17 +1,55 @@
 """Trees of several layers: their outputs joined, their parameters split."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxformer.errors import ConfigError
 from jaxformer.models.layer import LayerOutput
 from jaxformer.params import Tree
 
 
-def join_layers(outputs: Sequence[LayerOutput]) -> LayerOutput:
-    """The outputs of several layers as the output of a stack: stacked leaves, a tuple of states."""
+@struct.dataclass
+class LayerRun:
+    """What a function of `layer_functions` returns: one run of one layer."""
+
+    hidden: Any  # x after the layer, [B, T, ...]
+    carry: Any  # a value of its mixer for the next layer
+    output: LayerOutput  # all else, for `join_layers`
+    number: int = struct.field(pytree_node=False)  # of the layer
+    num_layers: int = struct.field(pytree_node=False)
+
+
+def join_layers(runs: Sequence[LayerRun]) -> LayerOutput:
+    """What a stack of your own returns besides x: the outputs of its runs, in the order of layers.
+
+    A stack may skip and repeat layers, but a cache, new values of variables and intermediates
+    belong to a layer. Raises NotImplementedError for these if not each layer ran once.
+    """
+    if not runs:
+        return LayerOutput()
+    outputs = [run.output for run in sorted(runs, key=lambda run: run.number)]
+    numbers = [run.number for run in runs]
+    if sorted(numbers) == list(range(runs[0].num_layers)):
+        return stack_outputs(outputs)
+    for name, of_layer in (
+        ("a cache", "state"),
+        ("variables", "updates"),
+        ("intermediates", "intermediates"),
+    ):
+        if any(jax.tree.leaves(getattr(output, of_layer)) for output in outputs):
+            raise NotImplementedError(
+                f"model.stack: layers {numbers} of {runs[0].num_layers} ran; "
+                f"with {name} each layer runs once"
+            )
+    return stack_outputs([run.output for run in runs])
+
+
+def stack_outputs(outputs: Sequence[LayerOutput]) -> LayerOutput:
+    """The outputs of several layers as one: stacked leaves, and a tuple of states."""
     states = tuple(output.state for output in outputs)
     stacked = joined([output._replace(state=None) for output in outputs], stack_leaves)
     return stacked._replace(state=None if states[0] is None else states)
