@@ -13,6 +13,7 @@ from jaxformer import masks, ops
 from jaxformer.ops.attention import Call, Kernel
 from jaxformer.ops.attention.kernel import never_refuses
 from jaxformer.ops.attention.reference import reference
+from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.sharding import platform
 from jaxformer.tools.kernel_check import Case, check_kernel
 
@@ -289,9 +290,8 @@ def test_arrays_that_a_bias_function_captures_have_gradients():
 )
 def test_a_length_beside_the_block_size_with_mask_and_bias():
     q, k, v = (normal(seed, 1, 131, 1, 4) for seed in (1, 2, 3))
-    rise = lambda i, j: (i[:, None] - j[None]).astype(jnp.float32)[
-        None
-    ]  # grows with the distance, as in the report
+    # grows with the distance, as in the report
+    rise = lambda i, j: (i[:, None] - j[None]).astype(jnp.float32)[None]
 
     def gradients(kernel):
         attend = lambda *x: ops.attention(*x, mask=masks.causal(), bias=rise, implementation=kernel)
@@ -614,3 +614,19 @@ def test_the_cpu_beside_a_gpu_takes_its_own_kernels(by_name, monkeypatch):
         q, k, v = (x.astype(jnp.bfloat16) for x in heads())
         found = jax.jit(lambda q, k, v: ops.attention(q, k, v, mask=masks.causal()))(q, k, v)
     assert found.dtype == jnp.bfloat16 and np.isfinite(np.asarray(found, np.float32)).all()
+
+
+@pytest.mark.report(
+    "jax-ml/jax#37179",
+    right="a kernel that cannot split queries under a mask of whole blocks is refused by name",
+    hit="`need at least one array to concatenate`, from within JAX's splash attention",
+)
+def test_queries_split_over_devices_under_a_full_mask():
+    x = normal(0, 2, 512, 2, 64)
+    expected = ops.attention(x, x, x, implementation="reference")
+    with jax.set_mesh(make_mesh(Mesh(data=2, context=4))):
+        with pytest.raises(NotImplementedError, match=r"splash: no mask full\(\).*mesh.context=4"):
+            ops.attention(x, x, x, implementation="splash")
+        found = jax.jit(lambda x: ops.attention(x, x, x, implementation=("splash", "blockwise")))(x)
+    # float32 sums of 512 terms of order one, in another order
+    np.testing.assert_allclose(found, expected, atol=1e-5)

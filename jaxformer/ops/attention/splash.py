@@ -102,7 +102,7 @@ def refuses_on_mesh(query: Array, key: Array, value: Array, call: Call) -> str |
     # JAX 0.12's kernel joins an empty list of tables (`_process_mask`, with q_seq_shards)
     mask = _static_part(call.mask, T, S)
     kinds = mask.blocks(T, S, (query_block, block_size(S, width)))
-    if (kinds == PARTIAL).any():
+    if (kinds == PARTIAL).any() or not kinds.any():  # no kernel runs where all is hidden
         return None
     return f"mask {call.mask} that leaves each block whole or empty, on mesh.context={devices}"
 

@@ -118,12 +118,13 @@ MORE = [
     (masks.by_head(*[masks.causal() & masks.window(20)] * 2) & masks.prefix(120), 140, 140, {}),
     (masks.segments(documents(2, 150)), 20, 150, {}),
     (masks.segments(documents(2, 30), documents(2, 40, 1)) & masks.causal(), 30, 40, {}),
+    # longer than the ids: padding
     (
         masks.segments(documents(2, 30), documents(2, 40, 1)),
         33,
         45,
         {},
-    ),  # longer than the ids: padding
+    ),
     (masks.lengths(kv=jnp.array([0, 130])) & masks.causal(), 150, 150, {}),
     (
         masks.lengths(jnp.array([5, 40]), jnp.array([140, 20])) & masks.window(9),
@@ -215,9 +216,8 @@ def test_infinite_sinks_take_nothing_or_all():
     query, sinks = jnp.ones((1, 4, 2, 8)), jnp.array([-jnp.inf, jnp.inf])
     f = lambda q, k, v, sinks: splash.attention(q, k, v, Call(masks.causal().at(-1), sinks=sinks))
     out, gradients = value_and_vjp(f, jnp.ones_like(query), query, query, query, sinks)
-    np.testing.assert_allclose(
-        out[:, 1:, 0], 1.0, rtol=1e-6
-    )  # the average of equal values, in float32
+    # the average of equal values, in float32
+    np.testing.assert_allclose(out[:, 1:, 0], 1.0, rtol=1e-6)
     assert not out[:, 0].any() and not out[:, :, 1].any()
     assert all(np.isfinite(x).all() for x in gradients) and not gradients[3].any()
 
@@ -251,9 +251,8 @@ def test_a_long_mask_is_read_block_by_block():
         for i in (9, 20)
         for j in range(64)
     }
-    assert (
-        len(seen) == 5
-    )  # hidden, the global tokens, the diagonal, and the blocks on either side of it
+    # hidden, the global tokens, the diagonal, and the blocks on either side of it
+    assert len(seen) == 5
 
 
 REFUSED = [
@@ -304,8 +303,10 @@ def test_refusals_name_what_is_missing():
 )
 @pytest.mark.parametrize("by_head", [False, True])
 def test_on_a_mesh_each_device_has_its_share(mesh, by_head):
-    """Batch, heads and, with keys gathered, queries split; inside a scan that recomputes. Equal to
-    one device."""
+    """Batch, heads and, with keys gathered, queries split; inside a scan that recomputes.
+
+    Equal to one device.
+    """
     rng = np.random.default_rng(0)
     shapes = (4, 256, 4, 8), (4, 256, 2, 8), (4, 256, 2, 8), (4,)
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
@@ -341,6 +342,8 @@ def test_a_mask_of_whole_blocks_is_refused_where_queries_are_split(mask):
         with pytest.raises(NotImplementedError, match=r"whole or empty, on mesh\.context=4"):
             attention(x, x, x, mask=mask, implementation="splash")
         assert splash.refuses_on_mesh(x, x, x, Call(masks.causal())) is None
+        hidden = attention(x, x, x, mask=~masks.full(), implementation="splash")
+        assert not hidden.any()
     assert splash.refuses_on_mesh(x, x, x, Call(mask)) is None
 
 
