@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax import Array
 
 from jaxformer import models
 from jaxformer.data.augment import augmented
@@ -63,7 +62,7 @@ class ClassCrossEntropy:
         return with_reports(sums, output, unit=row_unit if labels.ndim == 1 else "tokens")
 
 
-def _check_shapes(logits: Array | None, labels: Array, weights: Array) -> None:
+def _check_shapes(logits: Any, labels: Any, weights: Any) -> None:
     """Raises ConfigError unless logits are [..., classes], and labels and weights are [...]."""
     if logits is None or not logits.shape[:-1] == labels.shape == weights.shape:
         shapes = [

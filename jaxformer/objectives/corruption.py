@@ -18,10 +18,10 @@ from jaxformer.ops.losses import LossSums
 
 
 def span_counts(length: int, rate: float = 0.15, mean_span: float = 3.0) -> tuple[int, int]:
-    """(corrupted tokens, spans) of a text: length * rate tokens in tokens / mean_span spans.
+    """(corrupted tokens, spans) of a text: length * rate, and corrupted tokens / mean_span.
 
-    Both are at least one. The source has length - tokens + spans + 1 tokens, and the target has
-    tokens + spans + 1. For a text of 568 tokens these are 512 and 114.
+    Both are rounded, and at least one. The source has length - tokens + spans + 1 tokens, and the
+    target has tokens + spans + 1. For a text of 568 tokens these are 512 and 114.
     """
     tokens = min(max(round(length * rate), 1), length - 1)
     return tokens, min(max(round(tokens / mean_span), 1), tokens, length - tokens)

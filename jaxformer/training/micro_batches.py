@@ -16,7 +16,7 @@ def sum_over_micro_batches(
     key: Array,
     count: int,
 ) -> Tree:
-    """sum_i function(micro-batch i, key i), over `count` micro-batches; keys are made of `key`."""
+    """sum_i function(micro-batch i, fold_in(key, i)) over `count` micro-batches."""
     # Each micro-batch takes every n-th example, so that no example moves to another device.
     micro_batches = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
 

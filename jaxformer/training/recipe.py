@@ -213,8 +213,8 @@ def in_micro_batches(score: Loss, count: int) -> Loss:
 def example_lengths(experiment: Any, batch: dict[str, Any]) -> tuple[int, int | None]:
     """(length of an example, length of its source or None), in tokens or patches.
 
-    An array that the batch of a user's own data does not have counts with the config's
-    `context_length`.
+    The batch of a user's own data may lack `tokens` or `source`. Then the config's `context_length`
+    is taken.
     """
     model = experiment.model
     tokens, source = batch.get("tokens"), batch.get("source")

@@ -55,6 +55,7 @@ class StackWithRms:
     stack: Callable
 
     def spec(self, config: models.ModelConfig) -> Tree:
+        """The parameters that the stack itself declares."""
         return layout.stack_spec(replace(config, stack=self.stack))
 
     def __call__(self, config: models.ModelConfig, layers: Layers, x: Array, context: Context):

@@ -1,7 +1,6 @@
 """Learning rate schedules as configs: `schedule(experiment) -> (step -> learning rate)`.
 
-Steps count from 0.
-Your own schedule is a function of that form. A schedule of optax is
+Steps count from 0. Your own schedule is a function of that form. A schedule of optax is
 `lambda experiment: optax.cosine_decay_schedule(...)`. The peak is the optimizer's `learning_rate`,
 or 1 if it has none.
 

@@ -1,4 +1,4 @@
-"""The state of a run, and one training step as a pure function: gradients, clip, update, select.
+"""One training step as a pure function: gradients, clip, update, select.
 
 Read `train_step` first. `runs.loop` jits it and calls it once a step.
 """
@@ -20,7 +20,7 @@ from jaxformer.ops.losses import LossSums
 from jaxformer.params import Tree
 from jaxformer.training import rms
 from jaxformer.training.experiment import Spikes
-from jaxformer.training.gradients import accumulate, check_weight, clip, clip_factor  # noqa: F401
+from jaxformer.training.gradients import accumulate, clip, clip_factor  # noqa: F401
 from jaxformer.training.recipe import Recipe
 from jaxformer.training.state import (  # noqa: F401
     LossScale,
@@ -128,7 +128,7 @@ def mean_variables(updates: dict[str, Array] | None, parts: int) -> dict[str, Ar
     return updates if parts == 1 else {path: value / parts for path, value in updates.items()}
 
 
-def divisor(weight: Array | float) -> Array:
+def divisor(weight: Any) -> Array:
     """The weight, or 1 if it is 0 or less: sums of an empty batch are divided by 1."""
     return jnp.where(weight > 0, weight, 1)
 
@@ -230,10 +230,11 @@ def new_value(variables: dict[str, Array], path: str, leaf: Array) -> Array:
 
 
 def average(recipe: Recipe, state: TrainState, params: Tree) -> Tree:
-    """The averaged parameters after this step: mean + (1 - decay) (params - mean); None without.
+    """The averaged parameters after this step; None without `ema_decay`.
 
-    Variables are not averaged: they have their current values. The decay grows up to `ema_decay`,
-    because with a constant decay of 0.9999 the average of 300 steps would be 97 % random start.
+    They are mean + (1 - decay) (params - mean). Variables are not averaged: they have their current
+    values. The decay grows up to `ema_decay`, because with a constant decay of 0.9999 the average
+    of 300 steps would be 97 % random start.
     """
     if recipe.ema_decay is None:
         return None

@@ -47,17 +47,15 @@ def test_pictures_of_a_metric_and_of_generate_lie_in_the_runs_folder(tmp_path, c
     }
     said = capsys.readouterr().out
     assert "and the 1 of highest stripes" in said
-    assert said.rstrip().endswith(
-        f"python -m jaxformer generate runs/{run.name}"
-    )  # without --prompt
+    # without --prompt
+    assert said.rstrip().endswith(f"python -m jaxformer generate runs/{run.name}")
     with contextlib.chdir(tmp_path):
         assert cli.main(["generate", "stripes"]) == 0
         assert capsys.readouterr().out == f"8 pictures\nwrote runs/{run.name}/answer.png\n"
         first = (run / "answer.png").read_bytes()
         assert cli.main(["generate", "stripes", "--seed=1"]) == 0
-        assert capsys.readouterr().out.endswith(
-            f"wrote runs/{run.name}/answer.png\n"
-        )  # again, with other bytes
+        # again, with other bytes
+        assert capsys.readouterr().out.endswith(f"wrote runs/{run.name}/answer.png\n")
         assert first != (run / "answer.png").read_bytes()
         assert cli.main(["generate", "stripes"]) == 0 and first == (run / "answer.png").read_bytes()
         assert cli.main(["evaluate", "stripes"]) == 0

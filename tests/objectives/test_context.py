@@ -24,7 +24,7 @@ from jaxformer.objectives import (
     TokenCrossEntropy,
 )
 from jaxformer.runs.checks import check_scores, open_data
-from jaxformer.runs.metrics import Console, Reporter, in_words
+from jaxformer.runs.reporter import Console, Reporter, in_words
 from jaxformer.training import Checkpoints, Experiment
 from jaxformer.training.recipe import build, with_context
 from jaxformer.training.step import StepMetrics
@@ -68,9 +68,8 @@ def test_an_objective_of_five_arguments_is_called_as_before(caplog):
     for other in sums[1:]:
         jax.tree.map(np.testing.assert_array_equal, other, sums[0])
     told = [text for text in caplog.messages if "is the older form" in text]
-    assert len(told) == 2 and all(
-        "(model, params, batch, context)" in text for text in told
-    )  # once for each
+    # once for each
+    assert len(told) == 2 and all("(model, params, batch, context)" in text for text in told)
 
 
 def test_the_form_is_told_by_the_signature():

@@ -163,9 +163,10 @@ def test_the_loss_of_hidden_tokens_by_hand():
     inputs, counted = jnp.where(weights > 0, hidden, tokens), np.asarray(chosen * weights)
     logits = apply(config, params, inputs).logits
     assert float(sums.weight) == counted.sum() > 0
+    # float32
     assert float(sums.loss) == pytest.approx(
         cross_entropy(logits, np.asarray(tokens), counted), rel=1e-5
-    )  # float32
+    )
     with pytest.raises(
         ConfigError, match=r"objective.mask_token=51: model.vocab_size=51 must be at least 52"
     ):
@@ -188,9 +189,10 @@ def test_the_loss_of_spans_by_hand():
     logits = apply(config, params, inputs, source=source).logits
     counted = np.broadcast_to([[1], [1], [0]], target.shape)
     assert float(sums.weight) == counted.sum()
+    # float32
     assert float(sums.loss) == pytest.approx(
         cross_entropy(logits, np.asarray(target), counted), rel=1e-5
-    )  # float32
+    )
     with pytest.raises(
         ConfigError,
         match=(
@@ -312,9 +314,10 @@ def test_the_loss_behind_a_prefix_by_hand(packed):
     sums = sums_of(PrefixLanguageModel(5), config, params, batch | options, jax.random.key(0))
     logits = apply(config, params, batch["tokens"], **options).logits
     assert float(sums.weight) == counted.sum() > 0
+    # float32
     assert float(sums.loss) == pytest.approx(
         cross_entropy(logits, np.asarray(batch["labels"]), counted), rel=1e-5
-    )  # float32
+    )
 
 
 @pytest.mark.thorough

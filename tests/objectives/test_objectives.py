@@ -117,9 +117,8 @@ def test_a_pair_is_scored_as_its_decoder_says():
         apply(pair, parameters, TOKENS, **sources).logits, batch["labels"], batch["weights"]
     )
     found = sums_of(TokenCrossEntropy(), pair, parameters, batch, KEYS[0])
-    np.testing.assert_allclose(
-        found.loss, expected.loss, rtol=1e-5
-    )  # float32 sums in another order
+    # float32 sums in another order
+    np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)
     np.testing.assert_array_equal(found.metrics["accuracy"][0], expected.correct)
 
 

@@ -93,13 +93,11 @@ def apart(tree):
 
 ZEROS = jax.nn.initializers.zeros
 STACKED = {
-    "kernel": params.Spec(
-        (2, 130, 140), ("layers", "embed", "mlp"), ZEROS, ("embed",)
-    ),  # large enough to be factored
+    # large enough to be factored
+    "kernel": params.Spec((2, 130, 140), ("layers", "embed", "mlp"), ZEROS, ("embed",)),
     "scale": params.Spec((130, 128), ("layers", "embed"), ZEROS),  # 130 vectors: no matrix
-    "router": params.Spec(
-        (2, 6, 4), ("layers", "embed", "expert"), ZEROS, ("embed",)
-    ),  # experts are its outputs
+    # experts are its outputs
+    "router": params.Spec((2, 6, 4), ("layers", "embed", "expert"), ZEROS, ("embed",)),
     "experts": params.Spec((2, 4, 6, 5), ("layers", "expert", "embed", "mlp"), ZEROS, ("embed",)),
     "tokens": params.Spec((150, 130), ("vocab", "embed"), ZEROS),
     "bias": params.Spec((7,), ("embed",), ZEROS),
@@ -147,9 +145,8 @@ def test_adafactor_of_stacked_layers_is_optax_on_each_of_them():
     some = lambda tree: {
         path: leaf for path, leaf in apart(tree).items() if not path[-2:].isdigit()
     }
-    theirs = steps_of(
-        optax.adafactor(), some(start), map(some, gradients)
-    )  # nine of the 130 vectors are enough
+    # nine of the 130 vectors are enough
+    theirs = steps_of(optax.adafactor(), some(start), map(some, gradients))
     for path, leaf in theirs.items():
         # eight steps of 10 % of float32 numbers, each of which passes two means
         np.testing.assert_allclose(ours[path], leaf, rtol=1e-5, atol=1e-6, err_msg=path)
@@ -336,9 +333,8 @@ def test_every_optimizer_descends(config):
 
 def rates(schedule, steps=100, **changes):
     f = schedule(replace(EXPERIMENT, schedule=schedule, steps=steps, **changes))
-    return np.asarray(f(np.minimum(np.arange(300), steps - 1)))[
-        :steps
-    ]  # of one shape: other ones would be compiled anew
+    # of one shape: other ones would be compiled anew
+    return np.asarray(f(np.minimum(np.arange(300), steps - 1)))[:steps]
 
 
 RUNS = st.integers(1, 300).flatmap(
@@ -397,9 +393,8 @@ def test_schedules_agree_with_optax_where_it_counts_alike():
         (WSD(decay=0.3, final=0.2), optax.linear_schedule(1.0, 0.2, 30, transition_begin=69)),
     ):
         found = rates(ours) / EXPERIMENT.optimizer.learning_rate
-        np.testing.assert_allclose(
-            found, jax.vmap(theirs)(jnp.arange(100)), rtol=1e-5, atol=1e-6
-        )  # float32 cosines
+        # float32 cosines
+        np.testing.assert_allclose(found, jax.vmap(theirs)(jnp.arange(100)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ from jaxformer.models import Mixture, ModelConfig
 from jaxformer.models.adaptation import Lora
 from jaxformer.ops.losses import LossSums
 from jaxformer.training import AdamW, Constant, Experiment
+from jaxformer.training.gradients import check_weight
 from jaxformer.training.recipe import build
 from jaxformer.training.step import (
     GROWTH_INTERVAL,
     LossScale,
     accumulate,
-    check_weight,
     init_state,
     make_train_step,
     rescale,
-)  # fmt: skip
+)
 
 EXPERIMENT = Experiment(
     name="tiny",
@@ -162,9 +162,8 @@ def test_a_batch_without_weight_changes_nothing_but_the_step(accumulation):
             float(metrics["tokens"]) == float(metrics["grad_norm"]) == 0
             and int(metrics["skipped"]) == skipped
         )
-        assert np.isnan(metrics["loss"]) and np.isnan(
-            metrics["accuracy"]
-        )  # 0 / 0, and no perfect model
+        # 0 / 0, and no perfect model
+        assert np.isnan(metrics["loss"]) and np.isnan(metrics["accuracy"])
 
 
 @pytest.mark.thorough
@@ -257,9 +256,19 @@ def test_what_is_frozen_stays_and_is_in_no_norm():
     rest = [
         g / weight for path, g in params.paths(gradient).items() if not params.paths(stays)[path]
     ]
-    assert metrics[0]["grad_norm"] == pytest.approx(
-        float(np.linalg.norm(flat(rest))), rel=1e-4
-    )  # float32 sums
+    # float32 sums
+    assert metrics[0]["grad_norm"] == pytest.approx(float(np.linalg.norm(flat(rest))), rel=1e-4)
+
+
+def test_sums_may_be_plain_numbers():
+    """An objective of one's own need not make arrays of the weights of its loss and its metrics."""
+
+    def objective(model, params, batch, context):
+        loss = jnp.sum(params["embedding"]["tokens"] ** 2)
+        return LossSums(loss, 4, {"half": (loss, 8)})
+
+    _, (metrics,) = run(replace(EXPERIMENT, objective=objective), steps=1)
+    assert metrics["half"] == pytest.approx(metrics["loss"] / 2)
 
 
 @pytest.mark.parametrize("constant", [8.0, jnp.float32(8), 1])

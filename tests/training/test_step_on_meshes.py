@@ -26,9 +26,8 @@ TINY = Experiment(
     batch_size=16,
 )
 TOKENS = jax.random.randint(jax.random.key(1), (16, 16), 0, 24)
-WEIGHTS = (TOKENS % 5 > 0).astype(
-    jnp.float32
-)  # uneven over examples, so that means of means would show
+# uneven over examples, so that means of means would show
+WEIGHTS = (TOKENS % 5 > 0).astype(jnp.float32)
 BATCH = {"tokens": TOKENS, "labels": jnp.roll(TOKENS, -1, 1), "weights": WEIGHTS}
 
 
@@ -189,8 +188,10 @@ def test_gradients_are_summed_in_16_bits_with_16_bit_activations_alone():
     ids=str,
 )
 def test_experts_on_many_axes_in_16_bits(mesh):
-    """XLA:CPU aborts on sums of 16 bits over some axes of a mesh, so these are summed in 32. Losses
-    differ by rounding."""
+    """XLA:CPU aborts on sums of 16 bits over some axes of a mesh, so these are summed in 32.
+
+    Losses differ by rounding.
+    """
     model = replace(TINY.model, num_layers=4, feedforward=Mixture(4))
     made = replace(TINY, precision="bfloat16", model=model)
     alone = jax.jit(make_train_step(build(made)))(

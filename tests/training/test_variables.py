@@ -16,7 +16,7 @@ from jaxformer.models.adaptation import Lora
 from jaxformer.objectives import LossSums
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh, pmap
 from jaxformer.params import Spec
-from jaxformer.runs.metrics import Console, NonFinite, Reporter
+from jaxformer.runs.reporter import Console, NonFinite, Reporter
 from jaxformer.runs.reproduction import explain
 from jaxformer.training import Lion, Muon, Spikes, optimizers
 from jaxformer.training.recipe import build
@@ -58,9 +58,8 @@ def expected(batches):
 
 def assert_same(found, wanted):
     for path in VARIABLES:
-        np.testing.assert_allclose(
-            found[path], wanted[path], rtol=1e-6, atol=1e-6, err_msg=path
-        )  # float32 means
+        # float32 means
+        np.testing.assert_allclose(found[path], wanted[path], rtol=1e-6, atol=1e-6, err_msg=path)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
