@@ -2,12 +2,12 @@
 # # Masks
 #
 # Which keys a query may see is a small value, not a matrix. It prints as the calls that made it,
-# combines with `&`, `|` and
-# `~`, and every kernel reads it. An array of all pairs exists only where somebody asks for it, as
-# here, to look.
+# combines with `&`, `|` and `~`, and every kernel reads it. An array of all pairs exists only where
+# somebody asks for it, as here, to look.
 
 # %%
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,8 @@ print(text(mask))
 # %% [markdown]
 # ## Build and combine
 #
-# A row is a query, a column a key. `causal() | prefix(4)` is a prefix language model; `window(2, 2)
-# | global_tokens(1)` is Longformer's; `by_head` gives each head its own.
+# A row is a query, a column a key. `causal() | prefix(4)` is a prefix language model;
+# `window(2, 2) | global_tokens(1)` is Longformer's; `by_head` gives each head its own.
 
 # %%
 kinds = {
@@ -53,9 +53,8 @@ def panels(pictures, colors, columns=4):
     """Small pictures side by side."""
     rows = -(-len(pictures) // columns)
     figure = Figure(figsize=(2.3 * columns, 2.6 * rows), layout="constrained")
-    for axes, (title, picture) in zip(
-        figure.subplots(rows, columns, squeeze=False).flat, pictures.items(), strict=False
-    ):
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, (title, picture) in zip(grid, pictures.items(), strict=False):
         axes.imshow(picture, cmap=ListedColormap(colors), vmin=0, vmax=len(colors) - 1)
         axes.set_title(title, fontsize=8)
         axes.set(xticks=[], yticks=[])
@@ -76,11 +75,8 @@ pictures = {
     "your rule & causal": checkers & masks.causal(),
     "~your rule": ~checkers,
 }
-panels(
-    {name: mask.dense(T, T)[0, 0] for name, mask in pictures.items()},
-    ["#ffffff", "#1f5d8c"],
-    columns=3,
-)
+dense = {name: mask.dense(T, T)[0, 0] for name, mask in pictures.items()}
+panels(dense, ["#ffffff", "#1f5d8c"], columns=3)
 
 # %% [markdown]
 # ## What kernels see
@@ -102,12 +98,8 @@ panels(blocks, ["#ffffff", "#9cc3e0", "#1f5d8c"])
 # %%
 length, block = 8192, 512
 print(f"{'mask':<46} pairs visible  blocks computed")
-for mask in (
-    masks.full(),
-    masks.causal(),
-    masks.causal() & masks.window(1024),
-    masks.longformer(512, 16),
-):
+near = masks.causal() & masks.window(1024)
+for mask in (masks.full(), masks.causal(), near, masks.longformer(512, 16)):
     computed = np.mean(mask.blocks(length, length, block) > 0)
     print(f"{mask!s:<46} {mask.density(length, length):>12.1%} {computed:>16.1%}")
 
@@ -118,16 +110,13 @@ for mask in (
 # is faster by what it skips.
 
 # %%
-q, k, v = (
-    jax.random.normal(jax.random.key(i), (1, LENGTH, 4, 32)) for i in range(3)
-)  # [B, T, N, H]
+shape = (1, LENGTH, 4, 32)  # [B, T, N, H]
+q, k, v = (jax.random.normal(jax.random.key(i), shape) for i in range(3))
 
 
 def timed(mask, implementation):
     """(milliseconds, values)"""
-    attend = jax.jit(
-        lambda q, k, v: ops.attention(q, k, v, mask=mask, implementation=implementation)
-    )
+    attend = jax.jit(partial(ops.attention, mask=mask, implementation=implementation))
     out, times = jax.block_until_ready(attend(q, k, v)), []
     for _ in range(DRAWS):
         start = time.perf_counter()
@@ -139,10 +128,8 @@ def timed(mask, implementation):
 for mask in (masks.causal(), masks.causal() & masks.window(128)):
     slow, expected = timed(mask, "reference")
     fast, found = timed(mask, "blockwise")
-    print(
-        f"{mask}: reference {slow:.0f} ms, blockwise {fast:.0f} ms, largest difference "
-        f"{np.abs(found - expected).max():.1e}"
-    )
+    times = f"reference {slow:.0f} ms, blockwise {fast:.0f} ms"
+    print(f"{mask}: {times}, largest difference {np.abs(found - expected).max():.1e}")
 
 # %% [markdown]
 # ## Padding and packing
@@ -152,10 +139,8 @@ for mask in (masks.causal(), masks.causal() & masks.window(128)):
 # without it the last query stands at the last key.
 
 # %%
-packed = masks.causal() & masks.segments(
-    jnp.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0, 0]])
-)  # 0: padding
+texts = jnp.array([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 0, 0]])  # 0: padding
+packed = masks.causal() & masks.segments(texts)
 print(text(packed))
-print(
-    "two queries after ten keys:", masks.causal().dense(2, 12)[0, 0].sum(axis=1), "keys are visible"
-)
+visible = masks.causal().dense(2, 12)[0, 0].sum(axis=1)
+print("two queries after ten keys:", visible, "keys are visible")

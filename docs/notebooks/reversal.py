@@ -20,8 +20,8 @@ STEPS = 2000
 V, T, B = 8, 4, 10
 
 # %% [markdown]
-# The data: 50 random sequences, and what their reversal is. An example is a function of (seed,
-# split, index).
+# The data: 50 random sequences, and what their reversal is. An example is a function of
+# (seed, split, index).
 
 # %%
 data = Reverse(vocab_size=V, length=T, examples=50, form="aligned")
@@ -40,9 +40,8 @@ model = models.ModelConfig(
 )
 train = data.open(model).train
 rows = [train[i] for i in range(len(train))]
-tokens, labels = (
-    jnp.stack([row[name] for row in rows]) for name in ("tokens", "labels")
-)  # [50, T]
+tokens = jnp.stack([row["tokens"] for row in rows])  # [50, T]
+labels = jnp.stack([row["labels"] for row in rows])
 print("tokens", tokens[0], "labels", labels[0])
 
 # %% [markdown]
@@ -91,10 +90,8 @@ figures.losses({"reversal": [{"step": i, "loss": value} for i, value in enumerat
 everything = jnp.stack(jnp.meshgrid(*[jnp.arange(V)] * T, indexing="ij"), axis=-1).reshape(-1, T)
 seen = (everything[:, None] == tokens[None]).all(-1).any(-1)
 right = (models.apply(model, params, everything).logits.argmax(-1) == everything[:, ::-1]).all(-1)
-print(
-    f"right: {right[seen].mean():.1%} of the sequences it saw, {right[~seen].mean():.1%} of "
-    f"the {(~seen).sum()} others"
-)
+others = f"{right[~seen].mean():.1%} of the {(~seen).sum()} others"
+print(f"right: {right[seen].mean():.1%} of the sequences it saw, {others}")
 
 # %% [markdown]
 # ## Where it looks
@@ -104,26 +101,20 @@ print(
 
 # %%
 name = "layers/*/attention/weights"
-weights = models.apply(model, params, tokens, intermediates=(name,)).intermediates[
-    name
-]  # [L, B, N, T, S]
-figures.attention(
-    np.asarray(weights[:, 0]),
-    [f"output {t}" for t in range(T)],
-    [str(token) for token in tokens[0]],
-)
+output = models.apply(model, params, tokens, intermediates=(name,))
+weights = output.intermediates[name]  # [L, B, N, T, S]
+queries, keys = [f"output {t}" for t in range(T)], [str(token) for token in tokens[0]]
+figures.attention(np.asarray(weights[:, 0]), queries, keys)
 
 # %% [markdown]
 # How much of each head's weight lies on the anti-diagonal, as a mean over all rows and queries; a
-# head that looks everywhere has 1 / T = 0.25. The entropy says the same: 0 for one key, ln 4 =
-# 1.386 for all of them.
+# head that looks everywhere has 1 / T = 0.25. The entropy says the same: 0 for one key,
+# ln 4 = 1.386 for all of them.
 
 # %%
 mirror = jnp.broadcast_to(jnp.arange(T)[::-1], tokens.shape)  # [B, T]: where query t should look
 on_it = attention_maps.head_means(attention_maps.weight_at(weights, mirror))  # [L, N]
 entropy = attention_maps.head_means(attention_maps.entropy(weights))
 for head in range(model.num_heads):
-    print(
-        f"head {head}: {on_it[0, head]:.2f} of its weight on the anti-diagonal, entropy "
-        f"{entropy[0, head]:.2f} nats"
-    )
+    share = f"{on_it[0, head]:.2f} of its weight on the anti-diagonal"
+    print(f"head {head}: {share}, entropy {entropy[0, head]:.2f} nats")

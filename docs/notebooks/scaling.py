@@ -25,19 +25,16 @@ DRAWS = 200  # fits of the bootstrap
 
 # %%
 truth = scaling.HOFFMANN
-N, D = (
-    grid.ravel() for grid in np.meshgrid(np.geomspace(1e7, 1e10, 6), np.geomspace(2e8, 2e11, 6))
-)
+grid = np.meshgrid(np.geomspace(1e7, 1e10, 6), np.geomspace(2e8, 2e11, 6))
+N, D = (axis.ravel() for axis in grid)
 losses = truth.loss(N, D) * np.exp(np.random.default_rng(0).normal(0, 1e-3, N.size))
 law = scaling.fit(losses, N, D)
 ranges = scaling.intervals(law, losses, N, D, draws=DRAWS)
 print("constant      truth        fit  95 % interval")
 for name in law._fields:
     low, high = getattr(ranges, name)
-    print(
-        f"{name:<8} {getattr(truth, name):>10.4g} {getattr(law, name):>10.4g}  {low:.4g} to "
-        f"{high:.4g}"
-    )
+    exact, fitted = getattr(truth, name), getattr(law, name)
+    print(f"{name:<8} {exact:>10.4g} {fitted:>10.4g}  {low:.4g} to {high:.4g}")
 figures.scaling_law(law, losses, N, D)
 
 # %% [markdown]
@@ -46,17 +43,15 @@ figures.scaling_law(law, losses, N, D)
 #
 # ## The best model of a budget
 #
-# Training costs about 6 N D FLOPs. For a budget C the law says which N and D give the least loss: N
-# grows as C^(β/(α+β)).
+# Training costs about 6 N D FLOPs. For a budget C the law says which N and D give the least loss:
+# N grows as C^(β/(α+β)).
 
 # %%
 print("FLOPs      parameters       tokens  tokens a parameter   loss")
 for flops in (1e18, 1e20, 1e22, 1e24):
     size, tokens = law.optimum(flops)
-    print(
-        f"{flops:.0e} {size:>14.3g} {tokens:>12.3g} {tokens / size:>15.0f} "
-        f"{law.loss(size, tokens):>11.3f}"
-    )
+    loss = law.loss(size, tokens)
+    print(f"{flops:.0e} {size:>14.3g} {tokens:>12.3g} {tokens / size:>15.0f} {loss:>11.3f}")
 
 # %% [markdown]
 # The same without a law for D: IsoFLOP curves (section 3.2). At each budget train several sizes,
@@ -64,19 +59,15 @@ for flops in (1e18, 1e20, 1e22, 1e24):
 # lowest points is the exponent.
 
 # %%
-budgets = np.repeat([1e18, 1e19, 1e20, 1e21], 7)
-sizes = np.concatenate(
-    [law.optimum(c)[0] * np.geomspace(1 / 3, 3, 7) for c in (1e18, 1e19, 1e20, 1e21)]
-)
-seen = truth.loss(sizes, budgets / 6 / sizes) * np.exp(
-    np.random.default_rng(1).normal(0, 2e-4, sizes.size)
-)
+levels = (1e18, 1e19, 1e20, 1e21)
+budgets = np.repeat(levels, 7)
+sizes = np.concatenate([law.optimum(c)[0] * np.geomspace(1 / 3, 3, 7) for c in levels])
+noise = np.random.default_rng(1).normal(0, 2e-4, sizes.size)
+seen = truth.loss(sizes, budgets / 6 / sizes) * np.exp(noise)
 found = scaling.isoflop(budgets, sizes, seen)
 exact = truth.beta / (truth.alpha + truth.beta)
-print(
-    f"N grows as C^{found.exponent:.3f} by the curves, as C^{exact:.3f} by the law they are "
-    f"drawn from"
-)
+by_curves, by_law = f"C^{found.exponent:.3f}", f"C^{exact:.3f}"
+print(f"N grows as {by_curves} by the curves, as {by_law} by the law they are drawn from")
 
 axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
 for color, flops in zip(figures.COLORS, found.flops, strict=False):
@@ -93,18 +84,16 @@ axes.get_figure()
 # %% [markdown]
 # ## Nine small runs
 #
-# These losses are real: `quickstart` with d = 16, 32 and 64 for 60, 120 and 240 steps (`make
-# scaling EXP=quickstart`, seed
-# 0, two CPU cores). The curves go through the points, and yet the intervals are wide, and E comes
-# out as 0: runs so small
-# and short say nothing about the entropy of the text.
+# These losses are real: `quickstart` with d = 16, 32 and 64 for 60, 120 and 240 steps
+# (`make scaling EXP=quickstart`, seed 0, two CPU cores). The curves go through the points, and yet
+# the intervals are wide, and E comes out as 0: runs so small and short say nothing about the
+# entropy of the text.
 
 # %%
 N = np.repeat([12432, 49440, 197184], 3)  # without the tables of tokens
 D = np.tile([122880, 245760, 491520], 3)
-losses = np.array(
-    [3.8027, 3.3216, 3.0070, 3.2731, 2.9093, 2.5784, 2.8398, 2.5618, 2.2351]
-)  # nats a byte
+# the losses in nats a byte
+losses = np.array([3.8027, 3.3216, 3.0070, 3.2731, 2.9093, 2.5784, 2.8398, 2.5618, 2.2351])
 law = scaling.fit(losses, N, D)
 ranges = scaling.intervals(law, losses, N, D, draws=DRAWS)
 for name in law._fields:

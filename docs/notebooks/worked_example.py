@@ -28,16 +28,11 @@ ROOT = np.sqrt(2)  # of H
 
 def show(name, by_hand, by_library):
     """Prints a matrix; raises AssertionError where the library has another one."""
-    np.testing.assert_allclose(
-        by_library, by_hand, atol=1e-6
-    )  # float32 rounding of numbers below 2
+    # float32 rounding of numbers below 2
+    np.testing.assert_allclose(by_library, by_hand, atol=1e-6)
     print(name)
-    print(
-        "  "
-        + np.array2string(
-            np.asarray(by_hand), precision=6, suppress_small=True, floatmode="fixed", prefix="  "
-        )
-    )
+    style = dict(precision=6, suppress_small=True, floatmode="fixed", prefix="  ")
+    print("  " + np.array2string(np.asarray(by_hand), **style))
 
 
 # %% [markdown]
@@ -50,10 +45,8 @@ def show(name, by_hand, by_library):
 # %%
 Q, K, V = Z @ W_QUERY, Z @ W_KEY, Z @ W_VALUE
 x = jnp.asarray(Z, jnp.float32)[None]
-query, key, value = (
-    ops.einsum("btd,dnh->btnh", x, jnp.asarray(W, jnp.float32)[:, None])
-    for W in (W_QUERY, W_KEY, W_VALUE)
-)
+matrices = [jnp.asarray(W, jnp.float32)[:, None] for W in (W_QUERY, W_KEY, W_VALUE)]
+query, key, value = (ops.einsum("btd,dnh->btnh", x, W) for W in matrices)
 for name, ours, theirs in (("Q", Q, query), ("K", K, key), ("V", V, value)):
     show(name, ours, theirs[0, :, 0])
 
@@ -81,9 +74,8 @@ A = exponentials / exponentials.sum(axis=1, keepdims=True)
 out, weights = ops.attention(query, key, value, return_weights=True)
 print("exp(S), row 0:", exponentials[0].round(6), "sum", exponentials[0].sum().round(6))
 show("A", A, weights[0, 0])
-show(
-    "entropy of each row, nats", -(A * np.log(A)).sum(axis=1), attention_maps.entropy(weights)[0, 0]
-)
+entropy = -(A * np.log(A)).sum(axis=1)
+show("entropy of each row, nats", entropy, attention_maps.entropy(weights)[0, 0])
 
 # %% [markdown]
 # ## Output
@@ -134,9 +126,8 @@ def attend(query, key, value, bias):
 
 zero = jnp.zeros((1, 1, 3, 3))
 cotangent = jnp.asarray(dO, jnp.float32)[None, :, None]
-pulled_back = jax.jit(lambda *arrays: jax.vjp(attend, *arrays)[1](cotangent))(
-    query, key, value, zero
-)
+pull_back = jax.jit(lambda *arrays: jax.vjp(attend, *arrays)[1](cotangent))
+pulled_back = pull_back(query, key, value, zero)
 for name, ours, theirs in zip(("dQ", "dK", "dV"), (dQ, dK, dV), pulled_back, strict=False):
     show(name, ours, theirs[0, :, 0])
 show("dS", dS, pulled_back[3][0, 0])
@@ -146,7 +137,9 @@ show("rowsum(dA * A) = rowsum(dO * O)", delta[:, 0], (dO * O).sum(axis=1))
 # ## Back to the parameters
 #
 #     dWq = Z^T dQ      dWk = Z^T dK      dWv = Z^T dV
-# dZ  = dQ Wq^T + dK Wk^T + dV Wv^T       all three read the same tokens, so their gradients add up
+#     dZ  = dQ Wq^T + dK Wk^T + dV Wv^T
+#
+# All three read the same tokens, so their gradients add up.
 
 # %%
 dW_query, dW_key, dW_value = Z.T @ dQ, Z.T @ dK, Z.T @ dV
@@ -160,9 +153,8 @@ def loss(z, *matrices):
 
 inputs = [jnp.asarray(array, jnp.float32) for array in (Z, W_QUERY, W_KEY, W_VALUE)]
 gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*inputs)
-for name, ours, theirs in zip(
-    ("dZ", "dWq", "dWk", "dWv"), (dZ, dW_query, dW_key, dW_value), gradients, strict=True
-):
+by_hand = {"dZ": dZ, "dWq": dW_query, "dWk": dW_key, "dWv": dW_value}
+for (name, ours), theirs in zip(by_hand.items(), gradients, strict=True):
     show(name, ours, theirs)
 
 # %% [markdown]
@@ -182,9 +174,8 @@ step, differences = 1e-6, np.zeros((2, 2))
 for place in np.ndindex(2, 2):
     change = np.zeros((2, 2))
     change[place] = step
-    differences[place] = (loss_by_hand(W_QUERY + change) - loss_by_hand(W_QUERY - change)) / (
-        2 * step
-    )
+    difference = loss_by_hand(W_QUERY + change) - loss_by_hand(W_QUERY - change)
+    differences[place] = difference / (2 * step)
 show("dWq by differences", differences, dW_query)
 
 # %% [markdown]
@@ -202,9 +193,8 @@ def draw():
     for axes, (title, matrix) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         signed = matrix.min() < 0
         most = np.abs(matrix).max() if signed else 1.0
-        axes.imshow(
-            matrix, cmap="RdBu_r" if signed else "Blues", vmin=-most if signed else 0, vmax=most
-        )
+        style = dict(cmap="RdBu_r", vmin=-most) if signed else dict(cmap="Blues", vmin=0)
+        axes.imshow(matrix, vmax=most, **style)
         for (i, j), number in np.ndenumerate(matrix):
             color = "white" if abs(number) > 0.65 * most else "black"
             axes.text(j, i, f"{number:.3f}", ha="center", va="center", color=color, fontsize=9)

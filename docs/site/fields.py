@@ -1,5 +1,7 @@
-"""A griffe extension: comments beside fields become their documentation, and docstrings are read as
-plain text."""
+"""A griffe extension: comments beside fields become their documentation.
+
+Docstrings are read as plain text.
+"""
 
 import re
 from pathlib import Path
@@ -90,9 +92,8 @@ def code(expression) -> str:
 def comment(field: griffe.Attribute) -> str:
     """What stands behind a field, or above it, or above the lines that it is one of."""
     lines = Path(str(field.filepath)).read_text().splitlines()
-    beside = re.sub(r"# (fmt|noqa|pyrefly|type)\b.*", "", lines[field.endlineno - 1]).partition(
-        "  # "
-    )[2]
+    line = re.sub(r"# (fmt|noqa|pyrefly|type)\b.*", "", lines[field.endlineno - 1])
+    beside = line.partition("  # ")[2]
     if beside:
         return beside.strip().replace("|", "\\|")
     above = field.lineno - 2

@@ -1,5 +1,6 @@
-"""Pages that are made, not written: the API, the experiments, the notebooks. mkdocs calls the
-functions `on_...`.
+"""Pages that are made, not written: the API, the experiments, the notebooks.
+
+mkdocs calls the functions `on_...`.
 
 A package, an experiment or a notebook that is new has its page without a line here.
 """
@@ -47,14 +48,8 @@ def on_page_markdown(markdown, page, config, files):
 
 def packages() -> dict[str, list[str]]:
     """The modules of each page of the API, a package each, by the page's name."""
-    pages = {
-        "jaxformer": [
-            "jaxformer.config",
-            "jaxformer.errors",
-            "jaxformer.params",
-            "jaxformer.sharding",
-        ]
-    }
+    files = ("config", "errors", "params", "sharding")
+    pages = {"jaxformer": [f"jaxformer.{name}" for name in files]}
     for folder in sorted(path.parent for path in PACKAGE.rglob("*/__init__.py")):
         title = ".".join(folder.relative_to(PACKAGE).parts)
         if title not in ("config", "cli"):
@@ -86,8 +81,10 @@ def api_page(title: str, modules: list[str]) -> str:
 
 
 def executed(path: Path) -> Path:
-    """The folder with what a notebook gave: its page and its pictures. It runs where it or the
-    library has changed."""
+    """The folder with what a notebook gave: its page and its pictures.
+
+    The notebook runs where it or the library has changed.
+    """
     sources = [path, Path(__file__).with_name("notebook.py"), *sorted(PACKAGE.rglob("*.py"))]
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in sources)).hexdigest()[:16]
     folder = CACHE / f"{path.stem}-{digest}"
@@ -100,12 +97,10 @@ def executed(path: Path) -> Path:
 
 
 def experiments(folder: Path) -> str:
-    """A section for each experiment: what it is, what it should give, how long it takes and its
-    command."""
+    """A section for each experiment: its description, expected result, time and command."""
     sources = {path.stem: path.read_text() for path in sorted(folder.glob("*.py"))}
-    starts = re.compile(
-        r"^experiment = |__main__", flags=re.MULTILINE
-    )  # a file without these is a part of others
+    # a file without these is a part of others
+    starts = re.compile(r"^experiment = |__main__", flags=re.MULTILINE)
     told = {
         name: ast.get_docstring(ast.parse(text))
         for name, text in sources.items()
@@ -117,10 +112,8 @@ def experiments(folder: Path) -> str:
 def section(name: str, docstring: str) -> str:
     """The docstring as Markdown: `Expected:` and the like as terms, the command as code."""
     terms = r"(?:^|(?<=\. ))(Expected|Time|Predicted|Data)\b([^:.]{0,80}):(?= |$)"
-    told, command, asked = re.sub(r"(?<=\. )Command:", "\nCommand:", docstring).partition(
-        "\nCommand:"
-    )
+    docstring = re.sub(r"(?<=\. )Command:", "\nCommand:", docstring)
+    told, command, asked = docstring.partition("\nCommand:")
     body = re.sub(terms, r"\n\n**\1\2.**", told, flags=re.MULTILINE)
-    return f"### {name}\n\n{body}\n\n" + (
-        f"```text\n{textwrap.dedent(asked).strip()}\n```" if command else ""
-    )
+    commands = f"```text\n{textwrap.dedent(asked).strip()}\n```" if command else ""
+    return f"### {name}\n\n{body}\n\n{commands}"

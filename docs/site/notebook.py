@@ -1,5 +1,4 @@
-"""Runs a notebook in percent format and writes it down as a page: its text, its code, what it
-printed and drew.
+"""Runs a notebook in percent format and writes a page: its text, code, output and figures.
 
     python docs/site/notebook.py docs/notebooks/masks.py FOLDER
 

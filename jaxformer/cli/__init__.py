@@ -1,7 +1,7 @@
 """python -m jaxformer COMMAND: the only place that reads argv.
 
     train EXPERIMENT [--runs DIR] [--jax VERSION] [--key.path=value ...]
-        trains, or resumes, experiments/EXPERIMENT.py; refuses to start with another version of jax
+        trains, or resumes, experiments/EXPERIMENT.py; --jax refuses any other version of jax
     tokens EXPERIMENT [--key.path=value ...]
         only encodes the experiment's texts; several hosts that see one cache (--data.cache=DIR)
         divide the work
@@ -176,7 +176,7 @@ def train(argv: list[str]) -> int:
     source, experiment = read_experiment(options.name, overrides)
 
     from jaxformer.runs import goodput, loop
-    from jaxformer.runs.metrics import NonFinite
+    from jaxformer.runs.reporter import NonFinite
     from jaxformer.runs.signals import Interrupted
     from jaxformer.tools.analysis import report
 

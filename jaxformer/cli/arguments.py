@@ -128,12 +128,12 @@ def folder_of(name: str, runs: str):
             return folder
     is_experiment = name.endswith(".py") or name in config.available()
     folders = run_folder.runs_of(config.load(name).name if is_experiment else name, runs)
-    not_runs = [path for path in paths if storage.is_dir(path)]
-    if not folders and not_runs:
-        raise ConfigError(
-            f"{not_runs[0]}: no run folder, it has no config.json; the command `runs` lists all"
-        )
     if not folders:
+        for path in paths:
+            if storage.is_dir(path):
+                raise ConfigError(
+                    f"{path}: no run folder, it has no config.json; the command `runs` lists all"
+                )
         near = did_you_mean(name, [str(folder.path) for folder in run_folder.runs_of(None, runs)])
         raise ConfigError(
             f"{name}: no run folder, or not trained yet: "

@@ -282,7 +282,8 @@ def runs(argv: list[str]) -> int:
 
 def _scores(folder) -> str:
     """The progress of a run and its last validation scores, in words."""
-    from jaxformer.runs.metrics import UNRECORDED, read_records, steps_done
+    from jaxformer.runs.metrics import read_records, steps_done
+    from jaxformer.runs.reporter import UNRECORDED
     from jaxformer.runs.run_folder import part_scored
 
     steps = folder.description().get("steps")

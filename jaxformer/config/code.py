@@ -114,8 +114,9 @@ def _globals(unit: Any) -> dict[str, Any]:
 def _file(unit: Any) -> str | None:
     if isinstance(unit, types.FunctionType):
         return unit.__code__.co_filename
-    files = (each.__code__.co_filename for each in _functions(unit))
-    return _globals(unit).get("__file__") or next(files, None)
+    if file := _globals(unit).get("__file__"):
+        return file
+    return next((each.__code__.co_filename for each in _functions(unit)), None)
 
 
 def source(unit: Any, describe: Callable[[Any], Any]) -> Any:

@@ -57,7 +57,7 @@ def evaluate(text: str, names: Names) -> Any:
 def _value(node: ast.expr, names: Names) -> Any:
     match node:
         case ast.Constant(None | bool() | int() | float() | str() as value):
-            # Python reads 1e400 as inf; a float cannot hold an integer of more than 1000 bits
+            # Python reads 1e400 as inf; a float may not hold an integer of more than 1000 bits
             is_large = value.bit_length() > 1000 if isinstance(value, int) else value == math.inf
             if is_large:
                 raise ConfigError("the number is too large")

@@ -34,7 +34,7 @@ class Source:
     """An experiment file that was run."""
 
     text: str
-    path: str
+    path: str  # of the file itself, also if a copy of it was run
     experiment: Any = None
     names: dict[str, Any] = field(default_factory=dict)  # names that option expressions may call
     imports: dict[str, str] = field(default_factory=dict)  # imported files of the user: sha256
@@ -48,14 +48,14 @@ class Source:
 def load(name_or_path: str) -> Any:
     """The `experiment` of a file: a path that ends in `.py`, or NAME of an `experiments/NAME.py`.
 
-    Such a folder is searched here, beside the package and in it. Raises ConfigError if the file is
-    missing, fails (the message names the line) or defines no `experiment`.
+    The folder `experiments/` is searched for here, beside the package and in it. Raises ConfigError
+    if the file is missing, fails (the message names the line) or defines no `experiment`.
     """
     return read(name_or_path).experiment
 
 
 def read(name_or_path: str) -> Source:
-    """`load`, which returns the whole Source."""
+    """Like `load`, but returns the whole Source."""
     path = _find(str(name_or_path))
     return _run(path, path)
 
@@ -369,7 +369,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def with_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """The values that `to_json` wrote, with the texts "NaN" and "Infinity" as numbers again."""
+    """The values that `to_json` wrote, with the texts of `NOT_FINITE` as numbers again."""
     return {
         name: NOT_FINITE.get(item, item) if isinstance(item, str) else item
         for name, item in values.items()

@@ -56,7 +56,7 @@ def open_folder(path: Root, root: Root, make: bool = False) -> int:
 
 
 def open_file(root: Root, path: Root, flags: int) -> int:
-    """The descriptor of a regular file below `root`. It never waits, for a pipe for example.
+    """The descriptor of a regular file below `root`. It never waits: a pipe is refused.
 
     Raises Link for a link, ConfigError for a pipe, a device or a socket, and OSError.
     """

@@ -22,9 +22,10 @@ Image = Float[Array, "H W C"]
 def augmented(
     functions: Sequence[Callable], key: Array, images: Float[Array, "B H W C"]
 ) -> Float[Array, "B H W C"]:
-    """Every image after all functions in order. Image b of function n gets a key of its own.
+    """Every image after all functions in order.
 
-    So the result is a function of `key` and the images.
+    Each function gets another key for each image. All keys are made of `key`, so the result is a
+    function of `key` and the images.
     """
     for number, function in enumerate(functions):
         keys = jax.random.split(jax.random.fold_in(key, number), len(images))

@@ -95,7 +95,7 @@ def open_corpus(config: Corpus, context_length: int) -> Dataset:
 
     Raises ConfigError for impossible settings and for files that cannot be read.
     """
-    from jaxformer.parallel import processes  # imports jax, which encoding processes do not need
+    from jaxformer.parallel import processes  # imports jax; a config does without
 
     _check_settings(config)
     folder = cache_folder(config.cache)
@@ -172,7 +172,10 @@ def _disk_problem(config: Corpus, folder: Path, error: OSError) -> str:
 
 
 def _key(config: Corpus, path: str, *more: Any) -> str:
-    """A digest of names, sizes and times of the files. No file is read."""
+    """A digest of names, sizes and times of the files.
+
+    No file is read: a file that changes has another size or time.
+    """
     # a data set of the hub is known by its name, a saved one in a local folder by its files, too
     stream = [*hugging_face_name(path)] if path.startswith("hf:") else None
     if stream is None:
@@ -253,7 +256,10 @@ def _texts(group: Sequence[Sequence], field: str) -> Iterator[str]:
 def _open_tokens(
     config: Corpus, path: str, tokenizer: Any, folder: Path, group: Any
 ) -> tuple[Tokens, Index]:
-    """All tokens of a path, from the cache or encoded now. `group` is a `processes.Group`."""
+    """All tokens of a path, from the cache or encoded now.
+
+    The hosts of `group`, a `processes.Group`, share the work.
+    """
     key, key_of_entry = group.first(lambda: _keys(config, path, tokenizer, folder))
     entry = folder / f"corpus-{key_of_entry}"
     dtype = np.min_scalar_type(vocab_size(tokenizer) - 1)
@@ -338,7 +344,7 @@ def _run_workers(entry: Path, path: str, missing: list[int], jobs: int, progress
 
     A process frees its memory when it ends. The first bad row ends all of them with a ConfigError.
     """
-    from jaxformer.parallel import processes  # imports jax, which encoding processes do not need
+    from jaxformer.parallel import processes  # imports jax; a config does without
 
     running: dict[int, subprocess.Popen] = {}
     log_time = time.monotonic()

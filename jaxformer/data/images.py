@@ -72,7 +72,7 @@ class Digits:
         digest = hashlib.sha256()
         for content in (images.tobytes(), labels.tobytes(), order.tobytes()):
             digest.update(content)
-        digest.update(bytes(self.validation_examples))
+        digest.update(bytes(len(validation)))
         description = f"digits of scikit-learn: {len(train):,} and {len(validation):,} images"
         return Dataset(train, validation, digest.hexdigest(), description)
 

@@ -66,31 +66,29 @@ class Packed:
         rows: list[_PackedRow] = []
         open_rows: list[_PackedRow] = []
         for number in np.random.default_rng(0).permutation(len(examples)).tolist():
-            example = examples[number]
-            row = next((row for row in open_rows if row.has_space(example)), None)
+            source = len(examples[number].source)
+            target = len(examples[number].tokens)
+            fitting = (
+                row for row in open_rows if source <= row.free_source and target <= row.free_target
+            )
+            row = next(fitting, None)
             if row is None:
                 row = _PackedRow([], *lengths)
                 rows.append(row)
                 open_rows = [*open_rows, row][-self.open_rows :]
-            row.add(number, example)
+            row.members.append(number)
+            row.free_source -= source
+            row.free_target -= target
         return Rows(examples, [row.members for row in rows], [lengths])
 
 
-@dataclass
+@dataclass(slots=True)
 class _PackedRow:
     """A row while it is filled."""
 
     members: list[int]  # numbers of its examples
     free_source: int  # tokens
     free_target: int
-
-    def has_space(self, example: Example) -> bool:
-        return len(example.source) <= self.free_source and len(example.tokens) <= self.free_target
-
-    def add(self, number: int, example: Example) -> None:
-        self.members.append(number)
-        self.free_source -= len(example.source)
-        self.free_target -= len(example.tokens)
 
 
 @dataclass(frozen=True)
@@ -407,7 +405,7 @@ def _encode(
         source = np.concatenate([source, end])
         target = np.concatenate([target, end])
         text = np.concatenate([front if has_encoder else source, target])
-        unlearned = 0 if has_encoder else len(source) - 1  # labels of the source
+        unlearned = 0 if has_encoder else len(source) - 1  # labels of the source, of weight 0
         weights = (np.arange(len(text) - 1) >= unlearned).astype(np.int32)
         example = Example(text[:-1], text[1:], weights, source if has_encoder else source[:0])
         for name, tokens, limit in (

@@ -124,7 +124,7 @@ def foreign_text(beginning: bytes) -> str | None:
     ):
         if beginning.startswith(marks):
             return f"{name}, not UTF-8"
-    # of the positions of NUL bytes
+    # 0 for a NUL byte at an even position, 1 for one at an odd position
     parities = [position % 2 for position, byte in enumerate(beginning) if byte == 0]
     # in UTF-16, one byte of each space or Latin letter is NUL
     if len(parities) >= 8 and len(set(parities)) == 1 and 32 * len(parities) > len(beginning):

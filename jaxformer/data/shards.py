@@ -46,7 +46,7 @@ def encode_part(entry: Path, number: int) -> None:
     """Writes the missing shards of a part: one for files; of a stream, one for each PART bytes."""
     plan = load_sealed(entry / "plan.json")
     tokenizer = tokenizers.load(entry / "tokenizer.json")
-    stretches = plan["groups"][number]
+    stretches = plan["groups"][number]  # (file, start, stop) of each
     done = [Index.load(file) for file in sorted(entry.glob(f"{number:06}-*.json"))]
     if done and done[-1].last:
         return

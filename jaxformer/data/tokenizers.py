@@ -357,7 +357,7 @@ def _digest(state: dict[str, Any]) -> str:
 def load(
     path: str | os.PathLike, root: str | os.PathLike | None = None
 ) -> Bytes | Characters | BPE:
-    """The tokenizer that `save` wrote. Raises ConfigError for a missing or different file.
+    """The tokenizer that `save` wrote. Raises ConfigError if `path` is no such file.
 
     A stranger may have made the folder `root`, so no link below it is followed.
     """

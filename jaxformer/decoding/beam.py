@@ -46,6 +46,8 @@ class Beams:
     `groups` divides the beams into groups of equal size. Each group is a search of its own. For a
     group, a token costs `diversity` nats for each beam of the earlier groups that took the same
     token at this step. Vijayakumar et al. 2016, arXiv:1610.02424, section 4 (Hamming diversity).
+
+    Raises ConfigError for a value out of range.
     """
 
     beams: int = struct.field(pytree_node=False, default=4)  # texts that are followed at a time
@@ -313,8 +315,8 @@ def _choose(search: Search, logits, beams: Beams, limit, stop_tokens, filters) -
         active &= worst == -jnp.inf
     first_rows = jnp.arange(0, B * G * M, M, dtype=jnp.int32).reshape(B, G, 1)
     cache_row = (continuing.parent + first_rows).reshape(-1)
-    tokens = append(continuing).reshape(search.history.tokens.shape)
-    history = History(tokens, length.reshape(-1), search.history.prompt)
+    new_tokens = append(continuing).reshape(search.history.tokens.shape)
+    history = History(new_tokens, length.reshape(-1), search.history.prompt)
     return Search(total, history, finished, active, cache_row, search.cache)
 
 

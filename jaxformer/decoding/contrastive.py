@@ -58,7 +58,9 @@ def contrast(
     """Continuations whose next token is argmax_v (1 - alpha) p(v) - alpha max_j cos(h_v, h_j).
 
     v is one of the k likeliest tokens, j runs over all earlier tokens, and h are final hidden
-    states (section 3.2, eq. 5). Other arguments and errors are those of `generate`.
+    states (section 3.2, eq. 5). Other arguments and errors are those of `generate`. Raises
+    ConfigError also for a k or an alpha out of range. Raises NotImplementedError for texts that
+    would outgrow the rotations of their cache (LongRoPE, a dynamic NTK).
     """
     if not (0 <= alpha <= 1 and 1 <= k <= models.last_stack(config).vocab_size):
         raise ConfigError(

@@ -293,7 +293,8 @@ def MinLength(length: Any, stop_tokens: Any, logits: Logits, history: History) -
 def ForcedPrefix(tokens: Any) -> Filter:
     """Forces the first P new tokens, [P] or [B, P]; -1 allows any token at that place.
 
-    The logit of a forced token is 0, even if an earlier filter removed it.
+    The logit of a forced token is 0, even if an earlier filter removed it. Raises ConfigError for a
+    number below -1 or not whole.
     """
     must = "tokens, or -1 where any may stand"
     numbers = check_number("ForcedPrefix", lambda tokens: tokens >= -1, must, tokens, np.int32)

@@ -17,7 +17,6 @@ from jax import Array
 from jaxformer import masks, models
 from jaxformer.decoding.arguments import (
     Settings,
-    as_filters,  # noqa: F401 (a test reads it here)
     as_key,
     as_lists,
     check_logits,
@@ -331,8 +330,9 @@ def read_rows(
 ) -> tuple[Array, History, list[Cache]]:
     """Reads the prompts of these numbers, one a row: (logits, history, caches of all models).
 
-    Rows without a prompt hold the first one. A prompt equal to the first is not read again, so
-    many samples of one prompt cost one reading.
+    Rows without a prompt hold the first one. If all prompts are equal, one is read, so many samples
+    of one prompt cost one reading. Different prompts that fit one batch are read together.
+    Otherwise each is read alone, except copies of the first one.
     """
     texts = [
         (list(prompts[i]), [] if sources is None else sources[i])
@@ -396,8 +396,10 @@ def _run(
         step, state = carry
         history = state.history
         last = jnp.take_along_axis(history.tokens, history.length[:, None] - 1, axis=1)
-        going = jnp.where(state.done, 0, 1)
-        logits, cache = decode_step(config, params, last, state.cache, lengths=going, dtype=dtype)
+        new_lengths = jnp.where(state.done, 0, 1)
+        logits, cache = decode_step(
+            config, params, last, state.cache, lengths=new_lengths, dtype=dtype
+        )
         return step + 1, append(replace(state, cache=cache), logits[:, 0], settings)
 
     def more(carry):

@@ -33,7 +33,7 @@ class Generated:
     # how a token is picked (Sampling), or an answer is searched (Beams)
     how: Beams | Sampling = Sampling(temperature=0.0)
     max_tokens: int = 128  # of an answer
-    examples: int | None = None  # only the first questions, this number of them; None: all
+    examples: int | None = None  # number of questions to ask, the first ones; None: all
     rows: int = 32  # answers that are written at a time
     only_final: bool = True  # at the end of training; False: at every evaluation
 
@@ -128,7 +128,7 @@ def answers(
     ends = stop_strings(tokenizer.decode, stop)  # refuses an empty string
     if isinstance(how, Beams):
         hypotheses = search(model, params, prompts, limits, beams=how, **options)
-        token_lists = [[best.tokens for best in of_prompt] for of_prompt in hypotheses]
+        token_lists = [[each.tokens for each in of_prompt] for of_prompt in hypotheses]
     else:
         options |= dict(sampling=how, key=random_key(seed), stop=ends)
         token_lists = [[new] for new in generate(model, params, prompts, limits, **options)]

@@ -6,7 +6,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.families.settings import Json, get
 from jaxformer.models.config import Classification, LanguageModel, TokenClassification
 
-# In this file `kinds` has the heads of each class of transformers, by the end of its name.
+# In this file `kinds` are ends of class names, or a dict from these to the heads of the class.
+
 # BERT pools position 0 even if it is padding
 POOLED = Classification(None, pool="position_0", name="pooled")
 NEXT_SENTENCE = Classification(2, pool="position_0", name="next_sentence")

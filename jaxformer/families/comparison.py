@@ -6,12 +6,13 @@ from flax.traverse_util import flatten_dict
 
 from jaxformer import models
 from jaxformer.families.settings import shortest_pattern
-from jaxformer.families.weights import Config
+from jaxformer.families.tied_head import Config
 from jaxformer.models.config import EncoderDecoder
 from jaxformer.params import paths
 from jaxformer.zoo.bigbird import BigBird
 from jaxformer.zoo.longformer import Longformer
 
+# fields that do not change what a trained model computes, or that each call decides
 WITHOUT_EFFECT = (
     "remat",
     "unroll",

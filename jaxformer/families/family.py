@@ -127,7 +127,8 @@ def plan(family: Family, config: Any, allow_missing: str | None = None) -> dict[
     return tensors
 
 
-# {what follows our name: what follows theirs}: a leaf has the name itself, a module has leaves
+# {the end of our path: the end of their name}. A rule for a leaf has the whole path, so nothing
+# follows; a module has kernel or scale, and perhaps a bias.
 LEAVES = {"": "", "/kernel": ".weight", "/scale": ".weight", "/bias": ".bias"}
 
 

@@ -162,7 +162,8 @@ class Mask:
         """The exact share of visible pairs, from 0 to 1.
 
         Blocks are counted from the structure of the mask. If this does not decide a block, all of
-        its pairs are evaluated. With arrays, all pairs are evaluated.
+        its pairs are evaluated. With arrays, all pairs are evaluated. Raises ValueError if the
+        offset is an array, and if traced values decide.
         """
         return block_counts.density(self.sized(kv_length), q_length, kv_length)
 

@@ -109,8 +109,8 @@ def einsum_gradients(
     batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)
     # g may be the transpose of a product whose batch axes came first. Folded together, they have no
     # kernel on XLA:CPU.
-    g_behind_barrier = g if out.startswith(batch) else cpu.barrier(g)
-    dx = cpu.dot(f"{out},{w_axes}->{x_axes}", g_behind_barrier, w)
+    unfolded_g = g if out.startswith(batch) else cpu.barrier(g)
+    dx = cpu.dot(f"{out},{w_axes}->{x_axes}", unfolded_g, w)
     x_dtype, w_dtype = dtypes
     axes = scattered_axes(spec, x, w)
     if axes:

@@ -14,10 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from jaxformer.ops.einsum import einsum
-from jaxformer.sharding import (
-    alike,
-    is_explicit,
-)
+from jaxformer.sharding import alike, is_explicit
 
 LANES = 128  # of a TPU: its kernel takes blocks of a multiple of this many rows
 ADD, SET, ZERO = 1, 2, 3  # the actions of that kernel on a tile of a sum
@@ -105,9 +102,10 @@ def _sum_blocks(
 
 
 def _sum_all_blocks(count: int, x, g, block_experts, used_blocks):
-    """`_sum_blocks` with zeros for unused blocks.
+    """`_sum_blocks` over all blocks, with zeros for unused ones.
 
-    In a loop of unknown length the host of a GPU waits for each step.
+    So the length of the loop is known. In a loop of unknown length the host of a GPU waits for each
+    step.
     """
     return _sum_blocks(count, x, _zero_unused(g, used_blocks), block_experts, len(block_experts))
 

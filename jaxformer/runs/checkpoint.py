@@ -423,6 +423,5 @@ def _is_left_over(name: str) -> bool:
 
 def _together(what: str) -> Work:
     """Begins a work that all processes do together. Orbax's waits belong to it from now on."""
-
     _works[:] = [Work(what)]
     return _works[0]

@@ -291,7 +291,7 @@ def _load(path: epath.Path, numbers: dict[str, jax.ShapeDtypeStruct]) -> dict[st
 def _load_limited(
     path: epath.Path, full: dict[str, jax.ShapeDtypeStruct], limit: int | None
 ) -> tuple[dict[str, Any], Problem | None]:
-    """(the arrays, the problem of this process); reads at most `limit` bytes at once."""
+    """(the arrays, the problem of this process). Reads `limit` bytes at once; None: no limit."""
     me = jax.process_index()
     # With these options orbax waits for no other process.
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
@@ -304,9 +304,10 @@ def _load_limited(
         with context:
             # pyrefly: ignore[bad-argument-type]  (orbax's own annotations do not resolve)
             arrays: Any = ocp.load(path, full)
+        # Damaged metadata may make orbax return something else: then this raises.
+        return dict(arrays), None
     except Exception as error:
         return {}, _problem(path, error)
-    return arrays, None
 
 
 def _of_process(index: int, problem: Sequence[Any]) -> Problem:

@@ -141,7 +141,7 @@ def metadata_of(setup: Setup, references: Frozen) -> dict[str, Any]:
 
 
 def refresh_of(folder: RunFolder, refresh: Callable[[RunFolder], Any] | None) -> Callable[[], Any]:
-    """Calls `refresh(folder)`, if there is one, for at most 5 % of the time of the run."""
+    """() -> `refresh(folder)`, skipped while its calls took more than 5 % of the time."""
     if refresh is None:
         return lambda: None
     return partial(BestEffort(refresh, share=0.05), folder)

@@ -28,7 +28,7 @@ from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.checks import ranked, score_name, try_best, was_scored
 from jaxformer.runs.facts import facts
 from jaxformer.runs.goodput import Goodput
-from jaxformer.runs.job import Job, prepare, seconds_at_peak  # noqa: F401  (tests read it here)
+from jaxformer.runs.job import Job, prepare
 from jaxformer.runs.metrics import Record, open_loggers
 from jaxformer.runs.profile import Profile
 from jaxformer.runs.references import Frozen, check_references, read_references
@@ -207,7 +207,7 @@ class Due(NamedTuple):
     done: int
     evaluates: bool
     saves: bool
-    is_end: bool  # the process ends with this save, so waits until it is complete
+    is_end: bool  # the run ends or stops here, so it waits until the save is complete
 
 
 def loop(

@@ -14,12 +14,10 @@ from etils import epath
 
 from jaxformer import config
 from jaxformer.config import no_links, storage
-from jaxformer.runs.reporter import (  # noqa: F401  (other folders and tests read them here)
-    UNRECORDED,
+from jaxformer.runs.reporter import (  # noqa: F401  (files of users may import them here)
     Console,
     NonFinite,
     Reporter,
-    in_words,
 )
 
 log = logging.getLogger("jaxformer")

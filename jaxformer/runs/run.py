@@ -31,18 +31,12 @@ from jaxformer.evaluation.generation import (
 )
 from jaxformer.params import random_key
 from jaxformer.runs import checkpoint, checkpoint_reader, references
-from jaxformer.runs.batches import on_devices  # noqa: F401  (the documentation names it here)
 from jaxformer.runs.metrics import read_records
 from jaxformer.runs.names import NAMES
 from jaxformer.runs.questions import ask, asks_first_question, check_room, ends_of, writes_text
 from jaxformer.runs.run_folder import RunFolder, allow, open_experiment
-from jaxformer.runs.same_data import check_data, warn_of_order  # noqa: F401  (a test reads it)
-from jaxformer.runs.scores import (  # noqa: F401  (tests read the last three here)
-    evaluator,
-    examples_scored,
-    new_names,
-    scores_of,
-)
+from jaxformer.runs.same_data import check_data
+from jaxformer.runs.scores import evaluator
 from jaxformer.training.experiment import Experiment, Sample
 from jaxformer.training.recipe import build
 from jaxformer.training.references import without_adaptation
@@ -354,7 +348,6 @@ def open_run(
 
 def _held_back(text: str, strings: Sequence[str]) -> int:
     """The number of last characters that may become a stop string, so may not be shown yet."""
-
     starts = (string[:n] for string in strings for n in range(len(string), 0, -1))
     return max((len(start) for start in starts if text.endswith(start)), default=0)
 

@@ -117,7 +117,7 @@ class RunFolder:
         return folder
 
     def description(self) -> dict[str, Any]:
-        """The contents of `config.json`, with missing `ADDED` fields; empty without a file."""
+        """The contents of `config.json`, and the `ADDED` fields that it lacks; empty without it."""
         return ADDED | self.read_json(self.config, name=str) if storage.exists(self.config) else {}
 
     def last_scores(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def part_in_words(examples: int, count: int) -> str:
 
 def only_final(metric: Callable) -> bool:
     """Whether a metric scores only at the end of a run."""
-    return getattr(metric, "only_final", False)
+    return bool(getattr(metric, "only_final", False))
 
 
 def metric_name(metric: Any) -> str:

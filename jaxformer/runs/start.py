@@ -58,7 +58,6 @@ def first_params(
 
     Factors of an adaptation and the objective's own parameters start as declared.
     `weights_of(text)` reads a text that names no run of ours. Raises ConfigError for wrong shapes.
-
     """
     if initial is None:
         return None

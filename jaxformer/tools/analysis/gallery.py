@@ -165,7 +165,7 @@ def warn_on_failure(what: str) -> Iterator[None]:
 
 
 def attention(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
-    """Draws the attention maps of the last four layers, four heads of each.
+    """A function that draws the attention maps of the last four layers, four heads of each.
 
     Of an encoder-decoder it draws the cross-attention of the decoder. Raises NotImplementedError if
     the model gives no maps.
@@ -209,8 +209,10 @@ def _shown_length(batch: dict[str, jax.Array], segment_ids: str, count: int) -> 
 
 
 def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
-    """Draws |d loss / d parameters| of an example, for each layer and each kind of parameters."""
+    """A function that draws |d loss / d parameters| of an example.
 
+    It draws a curve over the layers for each kind of parameters. The loss is divided by its weight.
+    """
     references = run.references
 
     def loss(trained: Tree, step: int, references: Tree) -> jax.Array:

@@ -25,10 +25,12 @@ def gradients(
     """d loss(apply(...)) / d value for each intermediate in `names` (see `models.intermediates`).
 
     A gradient has the shape of its value; for a name with * it holds all layers, `[L, ...]`.
-    `options` are passed to `models.apply`.
+    `options` are passed to `models.apply`, whose `edits` and `intermediates` this function sets.
     """
 
-    run = partial(models.apply, config, params, tokens, **options)
+    def run(**edited):
+        return models.apply(config, params, tokens, **options, **edited)
+
     shapes = jax.eval_shape(lambda: run(intermediates=tuple(names)).intermediates)
 
     def loss_of(shifts: dict[str, Array]) -> Array:
@@ -62,10 +64,13 @@ def head_ablation(
 ) -> Float[Array, "L N"]:
     """The loss without a head minus the loss with all heads, for each head.
 
-    `options` are passed to `models.apply`. Raises ConfigError for a `name` of one layer. Michel et
-    al. 2019, arXiv:1905.10650, section 3.
+    `options` are passed to `models.apply`, whose `edits` and `intermediates` this function sets.
+    Raises ConfigError for a `name` of one layer. Michel et al. 2019, arXiv:1905.10650, section 3.
     """
-    run = partial(models.apply, config, params, tokens, **options)
+
+    def run(**edited):
+        return models.apply(config, params, tokens, **options, **edited)
+
     shapes = jax.eval_shape(lambda: run(intermediates=(name,)).intermediates)
     if len(shapes[name].shape) != 5:
         raise ConfigError(

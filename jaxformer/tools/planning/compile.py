@@ -131,7 +131,6 @@ def _example(model: Any) -> dict[str, np.ndarray]:
 
     An encoder-decoder also has a source.
     """
-
     inputs = _inputs(models.last_stack(model))
     if inputs.ndim > 1:
         return {

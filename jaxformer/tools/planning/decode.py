@@ -105,7 +105,7 @@ def plan_decode(
         peak_bytes=peak,
         capacity_bytes=int(chip.memory),
         fits=fits,
-        donated=step.donated_bytes() >= 0.99 * device_bytes(step.cache),
+        donated=step.reuses_cache(),
         needed_bytes=needed,
         moved_bytes=sum(traffic),
         seconds=seconds.parts() if fits else {},
@@ -139,9 +139,12 @@ class _Compiled(NamedTuple):
     def text(self) -> str:
         return (self.program.as_text() or "") if self.program else ""
 
-    def donated_bytes(self) -> float:
-        """Bytes of results that take the memory of arguments; -1 if it does not fit."""
-        return self.program.memory_analysis().alias_size_in_bytes if self.program else -1.0
+    def reuses_cache(self) -> bool:
+        """Whether the new cache takes the memory of the old one."""
+        if not self.program:
+            return False
+        reused_bytes = self.program.memory_analysis().alias_size_in_bytes
+        return reused_bytes >= 0.99 * device_bytes(self.cache)
 
 
 @dataclass(frozen=True)

@@ -378,9 +378,9 @@ def _step(condition: Computation, body: Computation) -> int:
     return max([1, *(body[name].number for name in added.operands if name in body)])
 
 
-def _root(inside: Computation) -> Op | None:
+def _root(computation: Computation) -> Op | None:
     """The operation whose result is the result of the computation."""
-    return next((op for op in inside.values() if op.line.lstrip().startswith("ROOT")), None)
+    return next((op for op in computation.values() if op.line.lstrip().startswith("ROOT")), None)
 
 
 def _bytes(op: Op) -> float:
