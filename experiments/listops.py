@@ -23,8 +23,8 @@ kinds of attention, but each of them learns.
     Performer       --model.mixer "Performer(features=64)"                      24.0 %
     Reformer        --model.mixer "Reformer(chunk=16)"                          23.5 %
 
-Time: 17 to 25 seconds of one CPU core each, most of it compilation. The command is one for each
-line of the table.
+Time: 17 to 25 seconds of one CPU core each, most of it compilation. Each line of the table is one
+such command; this one is the line "linear".
 Command: make train EXP=listops ARGS="--name=listops-linear --model.mixer 'Linear()'"
 """
 

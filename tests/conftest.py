@@ -139,9 +139,8 @@ def pytest_runtest_teardown(item):
     worker compiles thousands.
     """
     maps = Path("/proc/self/maps")
-    if (
-        next(_finished) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 40_000
-    ):  # ten tests add some thousand
+    # ten tests add some thousand
+    if next(_finished) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
 
 
@@ -167,9 +166,8 @@ def pytest_collection_modifyitems(config, items):
     keeps a `--part` of all."""
     seen = collections.Counter()
     for item in items:
-        if (
-            " at 0x" in item.nodeid
-        ):  # every worker must collect the same names, and a part of them is chosen by name
+        # every worker must collect the same names, and a part of them is chosen by name
+        if " at 0x" in item.nodeid:
             raise pytest.UsageError(
                 f"{item.nodeid}: the name of a test holds an address in memory; give `ids`"
             )

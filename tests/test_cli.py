@@ -132,10 +132,11 @@ def test_other_bad_inputs_get_one_line(workplace, capsys):
         (["trian", "tiny"], "no such command"),
         (["train"], "usage"),
         (["evaluate", "tiny"], "not trained yet"),
+        # data of a run may need no prompt (tests/runs/test_own_answers.py)
         (
             ["generate", "tiny"],
             "no run folder",
-        ),  # data of a run may need no prompt (tests/runs/test_own_answers.py)
+        ),
         (["show", "gpt5"], "gpt5"),
     ):
         code, _, err = run(capsys, *argv)
@@ -283,12 +284,13 @@ def test_the_page_of_commands_has_every_option(command, workplace, capsys, monke
         for action in parser._actions
         for option in action.option_strings
     }
+    # of every command
     assert found - set(re.findall(r"--[a-z0-9-]+", about)) <= {
         "-h",
         "--help",
         "--runs",
         "--trust",
-    }  # of every command
+    }
     assert parsers or command == "list"
 
 
@@ -435,9 +437,8 @@ def test_killed_five_times_ends_bit_identical(workplace, tmp_path_factory):
 
 # Runs and their names
 
-SILENT = [
-    "--model.masks=full()"
-]  # a model that sees later tokens ends without a sample: nothing is compiled for one
+# a model that sees later tokens ends without a sample: nothing is compiled for one
+SILENT = ["--model.masks=full()"]
 
 
 @pytest.mark.thorough
@@ -449,9 +450,8 @@ def test_a_name_means_its_newest_run_and_the_others_are_told(workplace, capsys):
     code, out, err = run(capsys, "evaluate", "tiny")
     assert code == 0 and "is the newest run" in err and "optimizer: AdamW -> Lion" in err
     newest = json.loads(out.splitlines()[-1])["run"]
-    (workplace / "experiments" / "other.py").write_text(
-        EXPERIMENT
-    )  # a file need not be called as its experiment is
+    # a file need not be called as its experiment is
+    (workplace / "experiments" / "other.py").write_text(EXPERIMENT)
     assert json.loads(run(capsys, "evaluate", "other")[1].splitlines()[-1])["run"] == newest
     code, out, _ = run(capsys, "runs")
     assert (

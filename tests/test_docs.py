@@ -22,18 +22,16 @@ from tests.joints.harness import NAME
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = {path.stem: path for path in sorted((ROOT / "docs").glob("*.md"))}
-STARTS = re.compile(
-    r"^experiment = |__main__", flags=re.MULTILINE
-)  # a file without these is a part of others
+# a file without these is a part of others
+STARTS = re.compile(r"^experiment = |__main__", flags=re.MULTILINE)
 FILES = [
     path for path in sorted((ROOT / "experiments").rglob("*.py")) if STARTS.search(path.read_text())
 ]
 EXPERIMENTS = {str(path.relative_to(ROOT)): path for path in FILES}
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "docs" / "notebooks").glob("*.py"))}
 SMALL = {"STEPS": 2, "LENGTH": 256, "DRAWS": 2}  # constants of notebooks, as a test sets them
-ELSEWHERE = (
-    "one-function-at-a-time",
-)  # tests/test_mathematics.py runs it, and compares every printed line
+# tests/test_mathematics.py runs it, and compares every printed line
+ELSEWHERE = ("one-function-at-a-time",)
 NOT_RUN = r"<!-- not run: .+ -->\n"  # a page says why
 
 
@@ -73,9 +71,8 @@ def test_the_blocks_of_a_page_run_as_they_are_read(page, capsys, tmp_path, monke
     names = {"__name__": "__page__"}
     for block in python_blocks(PAGES[page].read_text()):
         run(block, page, names, capsys)
-        for name in NAME.findall(block)[
-            -1:
-        ]:  # the file of an experiment, which a later file of the page may import
+        # the file of an experiment, which a later file of the page may import
+        for name in NAME.findall(block)[-1:]:
             monkeypatch.setitem(sys.modules, name, SimpleNamespace(**names))
 
 

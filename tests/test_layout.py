@@ -120,12 +120,13 @@ def test_no_circle_of_files():
     assert circles(edges) == []
 
 
+# what the trunk does without; `cli` takes them inside a command
 LEAVES = (
     "zoo",
     "families",
     "interop",
     "tools",
-)  # what the trunk does without; `cli` takes them inside a command
+)
 
 
 @pytest.mark.thorough

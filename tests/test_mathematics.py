@@ -123,10 +123,11 @@ def loss_gradients(rng):
 
 def residual_gradients(rng):
     (x, dy), W = rng.normal(size=(2, 4)), rng.normal(size=(4, 4))
+    # J_ij = d f_i / d x_j of f(x) = tanh(x W)
     I, slope = (
         np.eye(4),
         lambda x: W.T * (1 - np.tanh(x @ W)[:, None] ** 2),
-    )  # J_ij = d f_i / d x_j of f(x) = tanh(x W)
+    )
     hat = lambda x: (x - x.mean()) / np.sqrt(x.var() + 1e-5)
     norm = lambda x: example.layer_norm_jacobian(x, np.ones(4), 1e-5)
     yield lambda x: (x + np.tanh(x @ W)) @ dy, x, dy @ (I + slope(x))
@@ -171,8 +172,10 @@ def test_a_diagonal_is_half_of_the_layer_norms_jacobian():
 
 
 def test_the_second_row_of_the_scores_is_twice_the_first():
-    """Token 1 is twice token 0: the printed example broke this. In both rows key 1 is ahead of key
-    2."""
+    """Token 1 is twice token 0: the printed example broke this.
+
+    In both rows key 1 is ahead of key 2.
+    """
     scores, weights = np.array(example.SCORES), np.array(example.WEIGHTS)
     np.testing.assert_allclose(scores[1], 2 * scores[0], atol=2e-6)
     assert (weights[:2, 1] > weights[:2, 2]).all() and weights[2, 1] < weights[2, 2]
@@ -199,9 +202,8 @@ def test_what_grows_with_the_square(length, share, recurrent, mebibytes):
         length / 768 == pytest.approx(recurrent, rel=0.02)
         and 12 * length**2 * 4 / 2**20 == mebibytes
     )
-    wrong = 12 * (
-        36 * length * 768**2 + 2 * length**2 * 768
-    )  # as printed: feed-forward four times, multiply-adds as FLOPs
+    # as printed: feed-forward four times, multiply-adds as FLOPs
+    wrong = 12 * (36 * length * 768**2 + 2 * length**2 * 768)
     assert abs(wrong / total - 1) > 0.05
 
 
@@ -301,12 +303,13 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     runpy.run_path(str(ROOT / "docs/notebooks/worked_example.py"), run_name="__main__")
     assert (tmp_path / "worked_example.png").stat().st_size > 5000
     printed = capsys.readouterr().out
+    # a weight, an output, a sum of exponentials, a gradient
     for number in (
         0.274039,
         0.604086,
         4.841991,
         0.060482,
-    ):  # a weight, an output, a sum of exponentials, a gradient
+    ):
         assert f"{number:.6f}" in printed
 
 

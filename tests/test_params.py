@@ -180,9 +180,8 @@ def test_paths_and_masks():
     assert chosen("nothing") == set() and chosen("") == set(params.paths(TREE))
     values = params.abstract(TREE)
     equal(params.mask(values, "bias"), params.mask(TREE, "bias"))
-    assert all(
-        type(x) is bool for x in jax.tree.leaves(params.mask(TREE, "bias"))
-    )  # optax wants Python's
+    # optax wants Python's
+    assert all(type(x) is bool for x in jax.tree.leaves(params.mask(TREE, "bias")))
 
 
 def test_a_spec_names_every_axis():

@@ -257,8 +257,10 @@ assert seen() == before
 
 
 def test_attributes_of_orbax_are_what_they_were(tmp_path):
-    """Reached as the checkpoint module reaches them. Assigning an attribute that nobody reads would
-    change nothing."""
+    """Reached as the checkpoint module reaches them.
+
+    Assigning an attribute that nobody reads would change nothing.
+    """
     writer = orbax.StandardCheckpointHandler()._impl._handler_impl
     for name in ("_save_concurrent_bytes", "_save_device_host_concurrent_bytes"):
         assert hasattr(writer, name), (

@@ -244,7 +244,8 @@ def _ratios(medians: dict[tuple[str, str], float]) -> dict[str, float]:
         ours, peers = [], []
         for (who, precision), ms in medians.items():
             if name in (precision, "best of each"):
-                (ours if who.startswith(OURS) else peers).append(ms)
+                side = ours if who.startswith(OURS) else peers
+                side.append(ms)
         if ours and peers:
             ratios[name] = min(peers) / min(ours)
     return ratios

@@ -2,8 +2,10 @@
 
 It generates the corpus, encodes it, trains on it, and deletes it. It prints VmHWM (the peak
 resident memory of the training process, with pages of files that it maps), RssAnon and RssFile at
-the end, and the peak of an encoding process. Command: python -m experiments.bench.corpus_memory
-[--megabytes 4000] [--steps 300] [--folder /tmp]
+the end, and the peak of an encoding process.
+
+Command:
+    python -m experiments.bench.corpus_memory [--megabytes 4000] [--steps 300] [--folder /tmp]
 """
 
 import argparse

@@ -4,8 +4,9 @@ Three experiments, as in their files: quickstart (Python's standard library), sh
 gpt2_small (on generated text of 1 MB and 32 MB). Our pipeline does all that a run does: order,
 windows, batch, transfer to the device. The peer is a map-style data set of windows of the same
 tokens in `torch.utils.data.DataLoader`, the better of no worker and two workers. Pipelines and step
-take turns; figures are medians over rounds. Above 1 we are faster. Command: make bench WHAT=data
-(ten minutes on 2 cores; sets up .venv-bench on first use)
+take turns; figures are medians over rounds. Above 1 we are faster.
+
+Command: make bench WHAT=data          (ten minutes on 2 cores; sets up .venv-bench on first use)
 """
 
 import argparse

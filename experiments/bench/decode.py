@@ -50,13 +50,9 @@ def bandwidth() -> float:
 
     product = jax.jit(lambda x, matrices: [matrix @ x for matrix in matrices])
     arguments = jnp.ones(8192), [jnp.ones((8192, 8192)) for _ in range(4)]
-    return 2**30 / (
-        1e-3
-        * min(
-            measure(lambda: product(*arguments), jax.block_until_ready, 10, 1)["ms"]
-            for _ in range(5)
-        )
-    )
+    call = lambda: product(*arguments)
+    times = [measure(call, jax.block_until_ready, 10, 1)["ms"] for _ in range(5)]
+    return 2**30 / (1e-3 * min(times))
 
 
 def timed(generate, count: int = 3) -> float:
@@ -166,9 +162,9 @@ def needed(model: str, mode: str, rows: int, length: int) -> float:
 
     config: Any = PRESETS["gpt2_small"] if model == "gpt2" else llama()
     table = 0 if config.tie_embeddings else config.vocab_size * config.d_model  # rows are looked up
-    weight_bytes, cache_bytes = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 4)}[
-        mode.split()[0]
-    ]
+    # bytes of a weight, bytes of a number in the cache
+    sizes = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 4)}
+    weight_bytes, cache_bytes = sizes[mode.split()[0]]
     cache = 2 * config.num_layers * config.kv_heads * config.head_size * (length + NEW / 2) * rows
     return (params.count(models.spec(config)) - table) * weight_bytes + cache * cache_bytes
 

@@ -1,12 +1,11 @@
 """All checks of this library on one NVIDIA GPU, in one call of at most eight minutes.
 
 The parts, the most important first:
-    facts    the device and the versions tests    tests marked `gpu`: kernels, models and decoding
-    against the reference and the CPU, and a
-             killed run
+    facts    the device and the versions
+    tests    tests marked `gpu`: kernels, models and decoding against the reference and the CPU,
+             and a killed run
     train    GPT-2 small at 1,024 tokens beside torch.compile with SDPA and fused AdamW:
-    milliseconds,
-             MFU, peak memory; with and without deterministic kernels
+             milliseconds, MFU, peak memory; our step also with deterministic kernels
     large    the same with 1.3 billion parameters
     decode   GPT-2 small, batch 1 and 64, beside transformers with a static cache
     plan     the predictions of the plan for these steps beside the measurements
@@ -16,8 +15,8 @@ it, no network. `make wheels-gpu` collects everything else. Without a GPU, `--sm
 at sizes for a CPU. Results are JSON lines.
 
 Command: make check-gpu                       (results: runs/check-gpu.jsonl)
-         make check-gpu ARGS="--parts train decode --seconds 300" python3 -m experiments.bench.gpu
-         (with the interpreter of such a machine, in a checkout)
+         make check-gpu ARGS="--parts train decode --seconds 300"
+         python3 -m experiments.bench.gpu    (with the interpreter of such a machine, in a checkout)
 """
 
 import argparse
@@ -61,7 +60,9 @@ class Check:
 
     def __init__(self, out: Path, seconds: float, sizes: Sizes, parts: list[str]):
         out.parent.mkdir(parents=True, exist_ok=True)
-        self.file, self.sizes, self.parts = out.open("w", encoding="utf-8"), sizes, parts
+        self.file = out.open("w", encoding="utf-8")
+        self.sizes = sizes
+        self.parts = parts
         self.began, self.end = time.monotonic(), time.monotonic() + seconds
         self.part, self.part_end = "", self.end
         self.measured: dict[str, dict[str, Any]] = {}  # {shape: the figures of our step}

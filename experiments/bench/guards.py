@@ -3,8 +3,11 @@
 With guards: a step that is not finite or a spike changes nothing; there are the watchdog, the
 account of time, metrics checked one step late and, every --save steps, the fingerprints of a
 checkpoint. Without: gradients, clip, update, and the loss fetched one step late. Both run in one
-process, in turns. The ratio is the median of the rounds' ratios. Expected: 1.00 to 1.01 on two CPU
-cores. Time: 5 minutes on two cores. Command: make bench WHAT=guards
+process, in turns. The ratio is the median of the rounds' ratios.
+
+Expected: 1.00 to 1.01 on two CPU cores.
+Time: 5 minutes on two cores.
+Command: make bench WHAT=guards
 """
 
 import argparse
@@ -22,7 +25,7 @@ from jaxformer.parallel.processes import Watchdog
 from jaxformer.runs import memory
 from jaxformer.runs.goodput import Goodput
 from jaxformer.runs.manifest import fingerprints
-from jaxformer.runs.metrics import Console, Reporter
+from jaxformer.runs.reporter import Console, Reporter
 from jaxformer.training import Spikes, step as steps
 from jaxformer.training.recipe import build
 

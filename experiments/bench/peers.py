@@ -3,7 +3,9 @@
 Run it with the interpreter of .venv-bench. Each peer has its own recommended settings:
 scaled_dot_product_attention, fused AdamW, autocast to bfloat16 for training, bfloat16 weights for
 inference, and `compiled` (torch.compile) beside `eager`. Weights are random. The work equals that
-of our run. Command: .venv-bench/bin/python -m experiments.bench.peers train small eager float32
+of our run.
+
+Command: .venv-bench/bin/python -m experiments.bench.peers train small eager float32
 """
 
 import json

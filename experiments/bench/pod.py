@@ -2,8 +2,10 @@
 
 The corpus has 20 GB. Each start makes some steps and saves after each. It prints the peak resident
 memory of a process beside its share of the state, the seconds of encoding, restoring and saving,
-and the bytes that a process read and wrote in that time. At the end everything is deleted. Command:
-make bench WHAT=pod ARGS="--folder /tmp"       smaller: --state 1 --corpus 0.5 --processes 4 2 1
+and the bytes that a process read and wrote in that time. At the end everything is deleted.
+
+Command: make bench WHAT=pod ARGS="--folder /tmp"
+A smaller pod: --state 1 --corpus 0.5 --processes 4 2 1
 """
 
 import argparse

@@ -3,8 +3,9 @@
 First: `python -m jaxformer train experiments/quickstart.py` beside a torch script of the same model
 on random numbers, eager and compiled. Each starts once with empty caches of compiled programs
 (cold), and once with the caches that this start filled (warm). Then: the seconds to trace and to
-compile our train step at 12, 48 and 96 layers of one width. Command: make bench WHAT=startup
-(ten minutes on 2 cores; sets up .venv-bench on first use)
+compile our train step at 12, 48 and 96 layers of one width.
+
+Command: make bench WHAT=startup          (ten minutes on 2 cores; sets up .venv-bench on first use)
 """
 
 import argparse

@@ -111,9 +111,8 @@ def tpu_resources(topology: str) -> tuple[str, str, door.Hosts]:
     """(SkyPilot's name of a TPU slice, the line of its runtime version, its hosts)."""
     tpu = slices.parse_tpu_vm(topology)
     if tpu.shape != tpu.default_shape:
-        size = (
-            f"SkyPilot asks for a size, {tpu.accelerator}, which is {tpu.kind}:{tpu.default_shape}"
-        )
+        shape = f"{tpu.kind}:{tpu.default_shape}"
+        size = f"SkyPilot asks for a size, {tpu.accelerator}, which is {shape}"
         raise ConfigError(f"TOPOLOGY={topology}: {size}; take that shape, or make pod-train")
     runtime = f"\n  accelerator_args:\n    runtime_version: {slices.KINDS[tpu.kind].runtime}"
     hosts = door.Hosts(tpu.devices, tpu.hosts, mount="/bucket")
@@ -121,7 +120,7 @@ def tpu_resources(topology: str) -> tuple[str, str, door.Hosts]:
 
 
 def gpu_resources(accelerators: str, nodes: int) -> tuple[str, str, door.Hosts]:
-    """(SkyPilot's name of the GPUs of a node, no further line, the hosts)."""
+    """(SkyPilot's name of the GPUs of a node, "" because GPUs need no runtime, the hosts)."""
     if not re.fullmatch(r"[\w-]+:[1-9]\d*", accelerators):
         raise ConfigError(
             f"GPUS={accelerators}: expected a kind and how many a node, such as H100:8"

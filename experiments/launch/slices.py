@@ -104,7 +104,10 @@ class Slice:
 
 
 def parse_slice(text: str) -> Slice:
-    """The slice that `v5e:4x4` names, as in `plan --topology`. Raises ConfigError for no slice."""
+    """The slice that a text such as `v5e:4x4` names, as in `plan --topology`.
+
+    Raises ConfigError for a slice that does not exist.
+    """
     kind, _, shape = text.partition(":")
     if kind not in KINDS:
         raise ConfigError(
@@ -241,7 +244,7 @@ def quote(text: str) -> str:
 
 
 def block(text: str, indent: str) -> str:
-    """Lines as a string of YAML: a block below its key, or in quotes where a block differs."""
+    """Lines as a string of YAML: a block below its key, or in quotes if a block changes them."""
     if all(letter.isprintable() or letter == "\n" for letter in text) and not text.startswith(
         (" ", "\n")
     ):

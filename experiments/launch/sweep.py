@@ -34,7 +34,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.families.initial import HuggingFace
 from jaxformer.runs import checks, loop
 from jaxformer.runs.initial import check_initial
-from jaxformer.runs.metrics import NonFinite
+from jaxformer.runs.reporter import NonFinite
 from jaxformer.runs.run_folder import run_folder
 from jaxformer.runs.signals import Interrupted
 from jaxformer.tools.analysis import figures

@@ -207,9 +207,8 @@ def test_refused_without_a_call_in_one_line_and_quickly(text, hint, monkeypatch,
         read(text, hint, recorder.names)
     assert time.process_time() - begin < 2
     monkeypatch.undo()
-    assert set(recorder.called) <= set(
-        "abc"
-    )  # parts inside what is refused may have been called, nothing else
+    # parts inside what is refused may have been called, nothing else
+    assert set(recorder.called) <= set("abc")
     assert len(str(caught.value).splitlines()) == 1 and len(str(caught.value)) < 300
     assert not recwarn.list
 

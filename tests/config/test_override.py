@@ -186,11 +186,12 @@ def override(experiment, *args):
         (["--optimizer", "Lion(learning_rate=1)"], "optimizer", Lion(1.0)),
         (["--optimizer=Lion", "--optimizer.weight-decay=0.2"], "optimizer", Lion(weight_decay=0.2)),
         (["--model.rope=Rope", "--model.rope.theta=1"], "model.rope", Rope(1.0)),
+        # no subtraction
         (
             ["--initial=runs/quickstart-abcdef12"],
             "initial",
             "runs/quickstart-abcdef12",
-        ),  # no subtraction
+        ),
         (["--initial=bert-base-uncased"], "initial", "bert-base-uncased"),
         (["--initial=second_mixer"], "initial", second_mixer),
         (["--initial", "Scaled(3)"], "initial", Scaled(3.0)),
@@ -212,10 +213,11 @@ def test_override_reaches_the_chosen_member_and_nothing_else():
     assert override(chosen, "--model.mixer.twice").model == twice
     assert override(chosen, "--model.mixer=first_mixer").model.mixer is first_mixer
     assert override(chosen, "--model.other-mixer=None").model.other_mixer is None
+    # of the class that is chosen, in any order
     both = (
         "--model.mixer.by=2",
         "--model.mixer=Scaled",
-    )  # of the class that is chosen, in any order
+    )
     assert message(override, chosen, *both).startswith("--model.mixer.by: no such option")
     assert override(FULL, "--optimizer.weight-decay=0.2").optimizer == Lion(weight_decay=0.2)
     assert override(FULL, "--model.rope.scaling.factor=3").model.rope == Rope(scaling=Linear(3.0))

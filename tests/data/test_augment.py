@@ -51,9 +51,8 @@ def test_functions_follow_each_other_with_keys_of_their_own():
         by_hand = jnp.stack(
             [function(key, image) for key, image in zip(keys, by_hand, strict=True)]
         )
-    np.testing.assert_allclose(
-        augmented(FUNCTIONS, KEYS[0], IMAGES), by_hand, atol=1e-5
-    )  # vmap sums in another order
+    # vmap sums in another order
+    np.testing.assert_allclose(augmented(FUNCTIONS, KEYS[0], IMAGES), by_hand, atol=1e-5)
     np.testing.assert_array_equal(augmented((), KEYS[0], IMAGES), IMAGES)
 
 
@@ -89,9 +88,8 @@ def test_a_resized_crop_reads_a_part_of_the_image():
         found = np.asarray(ResizedCrop((0.2, 0.6), (0.8, 1.25))(key, ramp))[4:-4, 4:-4]
         slopes = np.diff(found[..., 0], axis=0), np.diff(found[..., 1], axis=1)
         for slope in slopes:
-            np.testing.assert_allclose(
-                slope, slope.mean(), atol=1e-3
-            )  # float32 differences of numbers up to 48
+            # float32 differences of numbers up to 48
+            np.testing.assert_allclose(slope, slope.mean(), atol=1e-3)
         height, width = slopes[0].mean() * 32, slopes[1].mean() * 48
         assert height <= 32.01 and width <= 48.01
         assert 0.199 <= height * width / (32 * 48) <= 0.601

@@ -155,9 +155,8 @@ def test_unigram_entropy_is_the_formula():
     rng = np.random.default_rng(0)
     train, validation = rng.integers(0, 5, 4000), rng.integers(0, 3, 700)
     parts = Windows(train.astype(np.uint8), 8), Windows(validation.astype(np.uint8), 8, stride=8)
-    p = np.array([(train[1:] == v).sum() + 1 for v in range(6)]) / (
-        3999 + 6
-    )  # id 5 never occurs: smoothed, not infinite
+    # id 5 never occurs: smoothed, not infinite
+    p = np.array([(train[1:] == v).sum() + 1 for v in range(6)]) / (3999 + 6)
     expected = -np.mean([np.log(p[v]) for v in validation[1:]])
     # float64 sums in another order
     assert unigram_entropy(
@@ -166,9 +165,8 @@ def test_unigram_entropy_is_the_formula():
 
 
 def test_unigrams_of_many_tokens_are_counted_in_evenly_spaced_pieces():
-    tokens = np.repeat(
-        np.arange(100, dtype=np.uint8), 1000
-    )  # 10,000 pieces of 10 tokens, of which 64 are counted
+    # 10,000 pieces of 10 tokens, of which 64 are counted
+    tokens = np.repeat(np.arange(100, dtype=np.uint8), 1000)
     counts = _token_counts(tokens, 100, piece=10)
     assert counts.sum() == 10 * 64 and counts.max() <= 10
     np.testing.assert_array_equal(_token_counts(tokens, 100, piece=2000), [999, *[1000] * 99])
@@ -299,9 +297,8 @@ def test_prefetch_runs_ahead_by_depth_and_no_further(depth):
     made = []
     with Prefetch(lambda step: made.append(step) or step, 0, 100, depth=depth) as steps:
         deadline = time.monotonic() + 10
-        while (
-            len(made) < depth + 1 and time.monotonic() < deadline
-        ):  # it begins before anything is asked for
+        # it begins before anything is asked for
+        while len(made) < depth + 1 and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(0.05)
         assert made == list(range(depth + 1))  # `depth` waiting and one in hand

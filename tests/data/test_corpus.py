@@ -656,9 +656,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         command = [sys.executable, "-c", MEMORY, str(file), str(tmp_path / "cache")]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         found[size] = int(run.stdout)
-    assert found[300] < found[30] + 40_000, (
-        found
-    )  # what a batch and the counts of a piece of 4 million tokens vary
+    # what a batch and the counts of a piece of 4 million tokens vary
+    assert found[300] < found[30] + 40_000, found
 
 
 @pytest.mark.parametrize("count", [20, 256])
@@ -718,8 +717,10 @@ raise SystemExit(processes.run_together(body))
 @pytest.mark.thorough
 @pytest.mark.parametrize("shared", [True, False])
 def test_processes_share_the_work_where_they_see_one_cache(texts, tmp_path, shared):
-    """Each part is encoded by one process; by every process where each has a cache of its own. All
-    have the same tokens."""
+    """Each part is encoded by one process; by every process where each has a cache of its own.
+
+    All have the same tokens.
+    """
     each = {} if shared else {i: {"CACHE": f"-{i}"} for i in range(3)}
     with Pod(3, texts.path, str(tmp_path / "new"), folder=tmp_path, code=SHARING, each=each) as pod:
         pod.finish()
@@ -762,9 +763,8 @@ def test_of_a_trillion_tokens_no_more_is_read_than_what_a_batch_needs(tmp_path):
     dataset = config.open(SimpleNamespace(context_length=4096))
     batch = batching.batches(dataset.train, 256, 0)[12345]
     assert len(dataset.train.tokens) == 999_999_000_000 and batch["tokens"].shape == (256, 4096)
-    assert (
-        read() - before < 256 * 4097 + (entry / "index.json").stat().st_size + 30e6
-    )  # grain's modules are read, too
+    # grain's modules are read, too
+    assert read() - before < 256 * 4097 + (entry / "index.json").stat().st_size + 30e6
 
 
 def test_runs_and_caches_with_the_former_digest_go_on(tmp_path, monkeypatch):

@@ -44,9 +44,10 @@ def test_digits_are_split_once_and_for_all():
     assert images.shape == (1797, 8, 8, 1) and images.dtype == np.float32
     assert images.min() == 0 and images.max() == 1 and set(np.unique(images * 16)) == set(range(17))
     labels = np.concatenate([part["labels"] for part in rows])
+    # the package's
     np.testing.assert_array_equal(
         np.bincount(labels), [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
-    )  # the package's
+    )
     np.testing.assert_array_equal(again.train.labels, dataset.train.labels)
     assert dataset.digest == again.digest != other.digest
     assert (other.train.labels != dataset.train.labels).any()
@@ -76,9 +77,8 @@ def test_a_folder_has_a_class_for_each_folder(folders):
     centred = replace(folders, values=(-1.0, 1.0)).open(MODEL)
     np.testing.assert_allclose(centred.train[0]["images"], 2 * batch["images"][0] - 1)
     grey = replace(folders, channels=1).open(MODEL).train[0]["images"]
-    np.testing.assert_allclose(
-        grey, np.full((4, 4, 1), 29 / 255), rtol=1e-6
-    )  # 0.114 x 255, of blue: ITU-R 601
+    # 0.114 x 255, of blue: ITU-R 601
+    np.testing.assert_allclose(grey, np.full((4, 4, 1), 29 / 255), rtol=1e-6)
 
 
 def test_a_picture_is_scaled_and_its_centre_is_cut_out(folders, tmp_path):

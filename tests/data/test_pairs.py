@@ -179,9 +179,8 @@ def test_buckets_give_batches_of_one_shape_and_every_pair_in_each_epoch():
         assert set(seen) == set(range(100)) and len(seen) < 100 + 3 * 8
     assert not np.array_equal(order[0], order[order.count])
     again = rows.batch_indices(3, 8)
-    np.testing.assert_array_equal(
-        again[17], order[17]
-    )  # a function of (seed, step): a resumed run asks for a later step first
+    # a function of (seed, step): a resumed run asks for a later step first
+    np.testing.assert_array_equal(again[17], order[17])
     halves = [
         batching.batches(rows, 8, 3, np.arange(8)[part])[5] for part in (slice(0, 4), slice(4, 8))
     ]

@@ -136,14 +136,12 @@ def test_bpe_tokens_are_made_once_and_in_memory(text, tmp_path, monkeypatch):
     pytest.importorskip("tokenizers")
     config = replace(text, tokenizer="bpe", vocab_size=300, cache=str(tmp_path / "cache"))
     first = open_dataset(config, 8)
-    monkeypatch.setattr(
-        sources.tokenizers.BPE, "train", None
-    )  # a second time there is nothing to train
+    # a second time there is nothing to train
+    monkeypatch.setattr(sources.tokenizers.BPE, "train", None)
     second = open_dataset(config, 8)
     for part in (first.train.tokens, first.validation.tokens, second.train.tokens):
-        assert not isinstance(
-            part.base, np.memmap
-        )  # to shorten a mapped file ends whoever reads it, by SIGBUS
+        # to shorten a mapped file ends whoever reads it, by SIGBUS
+        assert not isinstance(part.base, np.memmap)
         assert part.dtype == np.uint16
     np.testing.assert_array_equal(first.train.tokens, second.train.tokens)
     assert first.digest == second.digest
@@ -343,7 +341,6 @@ def test_a_compressed_text_is_refused_and_a_tokenizer_that_is_no_word(tmp_path):
     file.write_text("the quick brown fox " * 50)
     with pytest.raises(ConfigError, match="expected bytes, characters or bpe"):
         config = Text(path=str(file))
-        object.__setattr__(
-            config, "tokenizer", "tokenizer.json"
-        )  # which only the tests' type checks would refuse
+        # which only the tests' type checks would refuse
+        object.__setattr__(config, "tokenizer", "tokenizer.json")
         open_dataset(config, 8)

@@ -75,10 +75,11 @@ def test_a_panic_is_one_line(call, state, capfd):
     assert made.decode(made.encode("hello")) == "hello"
     with pytest.raises(ConfigError, match=r"the tokenizer cannot write a text .*retry-limit"):
         call(made)
+    # the package prints two lines, or a traceback of Rust, by itself
     assert capfd.readouterr() == (
         "",
         "",
-    )  # the package prints two lines, or a traceback of Rust, by itself
+    )
     os.write(2, b"seen\n")
     assert capfd.readouterr().err == "seen\n"
 

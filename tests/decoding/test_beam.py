@@ -129,9 +129,8 @@ def reference(
                     for t in range(len(scores))
                     if not allowed or allowed(text, t)
                 ]
-                stopped = [
-                    entry for entry in new if entry[1][-1] in stop_tokens
-                ]  # the same text: the best one counts
+                # the same text: the best one counts
+                stopped = [entry for entry in new if entry[1][-1] in stop_tokens]
                 pool += [entry for entry in new if entry not in stopped or entry == max(stopped)]
             pool.sort(reverse=True)
             ends = lambda text, n=n: text[-1] in stop_tokens or n == max_tokens
@@ -186,9 +185,8 @@ def test_plain_beams_equal_the_reference(beams, penalties, early_stopping):
         stop_tokens = [[1, 2, 3, 4, 5], [0, 0, 0, 2, 2]][seed % 2]
         for row, prompt in zip(run(weights, prompts, 6, how, stop_tokens), prompts, strict=True):
             assert_same(row, reference(weights, prompt, 6, how, stop_tokens, score))
-            if (
-                early_stopping == "never"
-            ):  # loses nothing to a search that always uses all its steps
+            # loses nothing to a search that always uses all its steps
+            if early_stopping == "never":
                 assert_same(
                     row, reference(weights, prompt, 6, how, stop_tokens, score, always_on=True)
                 )
@@ -281,9 +279,8 @@ def test_a_text_ends_where_no_token_is_left():
             [],
             (never_twice,),
         )[0]
-        assert (
-            len(found) == 6
-        )  # for two more beams there is no text: their scores are -inf, which `texts` leaves out
+        # for two more beams there is no text: their scores are -inf, which `texts` leaves out
+        assert len(found) == 6
         assert {tuple(text) for text, _ in found} == orders
 
 
@@ -350,9 +347,8 @@ def test_bad_settings_are_refused(bad):
 @pytest.mark.parametrize("number", [0, 1, 1.0])
 def test_numbers_that_equal_true_and_false_are_neither(number):
     how = Beams()
-    object.__setattr__(
-        how, "early_stopping", number
-    )  # this suite checks the types of fields, a user's program does not
+    # this suite checks the types of fields, a user's program does not
+    object.__setattr__(how, "early_stopping", number)
     with pytest.raises(ConfigError, match=f"early_stopping={number}: must be True, False"):
         how.__post_init__()
 

@@ -251,6 +251,7 @@ def whole(name, schedule):
 
 
 CASES = [case for case in itertools.product(CONFIGS, SCHEDULES) if whole(*case)]
+# the others take a minute more
 FAST = {
     *(
         "dilated",
@@ -263,7 +264,7 @@ FAST = {
         "your bias",
     ),
     *("sigmoid", "in turn", "differential in a window", "gpt3_125m", "t5_small"),
-}  # the others take a minute more
+}
 
 
 @pytest.mark.thorough_after(1)
@@ -435,8 +436,10 @@ def test_prepared_parameters_are_the_plain_ones(name):
     ),
 )
 def test_bfloat16_rounds_no_more_than_the_forward_pass(name, schedule):
-    """Both round each activation to 8 bits. Their errors are of one size, and some roundings of the
-    largest logit."""
+    """Both round each activation to 8 bits.
+
+    Their errors are of one size, and some roundings of the largest logit.
+    """
     config = {**CONFIGS, **FAMILIES}[name]
     source = {"source": SOURCE} if isinstance(config, EncoderDecoder) else {}
     rounded = apply(config, drawn(config), TOKENS, dtype=jnp.bfloat16, **source).logits

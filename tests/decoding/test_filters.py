@@ -28,9 +28,8 @@ from jaxformer.errors import ConfigError
 V = 50_257
 rng = np.random.default_rng(0)
 ROWS = {
-    "peaked": np.concatenate(
-        [[30.0], rng.normal(size=V - 1)]
-    ),  # GPT-2's vocabulary, one token nearly sure
+    # GPT-2's vocabulary, one token nearly sure
+    "peaked": np.concatenate([[30.0], rng.normal(size=V - 1)]),
     "flat": np.zeros(V),
     "wide": 4 * rng.normal(size=V),
     "ties": rng.integers(0, 4, 300).astype(float),
@@ -39,12 +38,13 @@ ROWS = {
     "one": np.zeros(1),
 }
 SHARES = (1e-7, 0.1, 0.5, 0.9, 0.999, 1.0)
+# four rows; their first PROMPTS tokens are the prompt
 TEXTS = [
     [5, 1, 2, 3, 1, 2],
     [4, 4, 4],
     [7],
     [1, 2, 3, 1, 2, 3, 1, 2],
-]  # four rows; their first PROMPTS tokens are the prompt
+]
 PROMPTS = [3, 1, 1, 2]
 run = jax.jit(lambda keep, logits, history: keep(logits, history))  # filters are arguments
 
@@ -228,9 +228,8 @@ def test_no_stop_token_before_the_least_length():
 
 
 def test_the_first_new_tokens_are_forced_even_if_removed():
-    prefixes = np.array(
-        [[0, 0, 0, 5], [1, -1, -1, -1], [6, 2, 3, 4], [1, 1, 1, 1]]
-    )  # of 3, 2, 0 and 6 new tokens
+    # of 3, 2, 0 and 6 new tokens
+    prefixes = np.array([[0, 0, 0, 5], [1, -1, -1, -1], [6, 2, 3, 4], [1, 1, 1, 1]])
     logits = random_logits()
     logits[2, 6] = -np.inf
     out = np.asarray(run(ForcedPrefix(prefixes), jnp.asarray(logits), history_of()))

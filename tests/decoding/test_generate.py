@@ -125,9 +125,8 @@ def test_random_masks_do_not_depend_on_the_slots_of_a_cache(slots):
     whole, cache = apply(config, parameters, tokens).logits, decoding.init_cache(config, 2, slots)
     for i in range(9):
         out = apply(config, parameters, tokens[:, i : i + 1], cache=cache)
-        np.testing.assert_allclose(
-            out.logits, whole[:, i : i + 1], rtol=1e-5, atol=1e-5
-        )  # as above
+        # as above
+        np.testing.assert_allclose(out.logits, whole[:, i : i + 1], rtol=1e-5, atol=1e-5)
         cache = out.cache
 
 

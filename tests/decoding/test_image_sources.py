@@ -96,9 +96,8 @@ def test_beams_of_images_are_scored_as_apply_says():
             logits_of(PARAMS, text, source=jnp.asarray(image[None])).logits[0]
         )
         expected = sum(float(logs[len(prompt) - 1 + i, token]) for i, token in enumerate(new))
-        np.testing.assert_allclose(
-            [score.log_likelihood, hypotheses[0].score], expected, rtol=1e-4
-        )  # float32 sums
+        # float32 sums
+        np.testing.assert_allclose([score.log_likelihood, hypotheses[0].score], expected, rtol=1e-4)
 
 
 def test_an_image_of_another_size_is_refused():

@@ -11,8 +11,8 @@ import pytest
 
 from jaxformer import decoding, masks, models
 from jaxformer.decoding import Draft, Lookup, Sampling, speculate, speculative
+from jaxformer.decoding.arguments import Settings
 from jaxformer.decoding.filters import History
-from jaxformer.decoding.generate import Settings
 from jaxformer.decoding.speculative import Proposal, accept
 from jaxformer.errors import ConfigError
 from jaxformer.models import Alibi, EncoderDecoder, LanguageModel, ModelConfig, Relative
@@ -153,10 +153,11 @@ def test_tokens_have_the_distribution_of_the_model(kind):
     some = expected > 0
     assert 20 < some.sum() < 40 and not observed[~some].any()
     chi, degrees = ((observed - expected)[some] ** 2 / expected[some]).sum(), some.sum() - 1
+    # four standard deviations of a chi-square
     assert abs(chi - degrees) < 4 * np.sqrt(2 * degrees), (
         chi,
         degrees,
-    )  # four standard deviations of a chi-square
+    )
 
 
 @pytest.mark.thorough
@@ -189,9 +190,8 @@ def test_the_model_itself_is_always_accepted_and_its_opposite_never():
     params = init(LLAMA, jax.random.key(3))
     run = partial(speculate, LLAMA, params, PROMPTS, LIMIT, key=KEY)
     own = run(draft=Draft(LLAMA, params), sampling=Sampling(temperature=0.7))
-    assert (
-        sum(own.accepted) >= 0.98 * sum(own.proposed) > 0
-    )  # two shapes of a product round differently
+    # two shapes of a product round differently
+    assert sum(own.accepted) >= 0.98 * sum(own.proposed) > 0
     opposite = params | {"heads": jax.tree.map(jnp.negative, params["heads"])}
     other = run(draft=Draft(LLAMA, opposite), sampling=GREEDY)
     assert (
@@ -238,11 +238,12 @@ def test_limits_and_stop_tokens_end_a_row_inside_an_accepted_run():
 @pytest.mark.thorough
 def test_look_up_proposes_what_followed_the_longest_match():
     def propose(text, n=3, ahead=4):
+        # 9: not in use
         row = (
             jnp.array([[*text, *[9] * 5]]),
             jnp.array([len(text)]),
             jnp.array([1]),
-        )  # 9: not in use
+        )
         return (
             Lookup(n)
             .propose(ahead, History(*row), None, None, None, Settings((), 0.0, None))
@@ -251,12 +252,13 @@ def test_look_up_proposes_what_followed_the_longest_match():
         )
 
     assert propose([1, 2, 3, 4, 5, 6, 7, 2, 3]) == [4, 5, 6, 7]
+    # of equal matches, the latest
     assert propose([1, 2, 3, 4, 0, 2, 3, 5, 0, 2, 3]) == [
         5,
         0,
         2,
         3,
-    ]  # of equal matches, the latest
+    ]
     assert propose([1, 2, 3, 4, 0, 2, 3, 5, 1, 2, 3]) == [4, 0, 2, 3]  # the longer one is earlier
     assert propose([1, 2, 3, 4, 0, 2, 3, 5, 1, 2, 3], n=2) == [5, 1, 2, 3]
     assert propose([7, 1, 2, 1, 2]) == [1, 2, 1, 2]  # what follows runs beyond the end
@@ -304,6 +306,5 @@ def test_what_does_not_fit_is_refused():
     config = replace(GPT, positions=Rope(scaling=NTK(2.0, 12)))
     params = init(config, jax.random.key(0))
     with pytest.raises(NotImplementedError, match="original length"):
-        speculate(
-            config, params, PROMPTS, 6, draft=Lookup()
-        )  # 8 + 5: the thirteenth token is written, but not read
+        # 8 + 5: the thirteenth token is written, but not read
+        speculate(config, params, PROMPTS, 6, draft=Lookup())

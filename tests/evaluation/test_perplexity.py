@@ -32,9 +32,8 @@ TEXT = "Straße, naïve café – 3½ €. " * 9
 
 def evaluation(tokenizer, tokens, model=MODEL, rows=4):
     params = models.init(model, jax.random.key(1))
-    params = jax.tree.map(
-        lambda leaf: 4 * leaf if leaf.ndim > 1 else leaf, params
-    )  # far from uniform predictions
+    # far from uniform predictions
+    params = jax.tree.map(lambda leaf: 4 * leaf if leaf.ndim > 1 else leaf, params)
     validation = sources.Windows(tokens, T, stride=T)
     dataset = sources.Dataset(validation, validation, "", tokenizer=tokenizer)
     batches = batching.ValidationBatches(validation, rows)
@@ -86,9 +85,8 @@ def test_it_equals_a_recomputation_in_float64(kind, stride, length):
     assert scores["strided_perplexity"] == pytest.approx(
         math.exp(np.mean(list(nats.values()))), rel=1e-5
     )
-    bits = (
-        sum(nats.values()) / math.log(2) / len(text[1:].encode())
-    )  # the first character is one byte
+    # the first character is one byte
+    bits = sum(nats.values()) / math.log(2) / len(text[1:].encode())
     assert scores["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
@@ -145,9 +143,8 @@ def test_bytes_are_those_of_the_text():
     text = "naïve €\n"
     characters = tokenizers.Characters.of(text)
     assert count_bytes(characters.encode_text(text), characters) == len(text.encode())
-    assert (
-        count_bytes(np.array([0xFE, 0x80, 0xFF]), tokenizers.Bytes()) == 2
-    )  # no UTF-8, and the end of a document
+    # no UTF-8, and the end of a document
+    assert count_bytes(np.array([0xFE, 0x80, 0xFF]), tokenizers.Bytes()) == 2
     bpe = tokenizers.BPE.train(text * 9, 300)
     assert count_bytes(np.append(bpe.encode_text(text), bpe.encode_text(text)), bpe) == 2 * len(
         text.encode()

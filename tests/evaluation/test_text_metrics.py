@@ -75,18 +75,16 @@ def test_rouge_is_rouge_scores(seed):
 def test_exact_match_and_f1_by_hand():
     references = ["The Eiffel Tower", "in 1923", "a cat", "the", "yes"]
     hypotheses = ["eiffel  tower!", "in the year 1923.", "dog", "", ""]
-    assert text_metrics.exact_match(hypotheses, references) == {
-        "exact_match": pytest.approx(40)
-    }  # the first, the fourth
+    # the first, the fourth
+    assert text_metrics.exact_match(hypotheses, references) == {"exact_match": pytest.approx(40)}
     # in year 1923 / in 1923: two words in common, precision 2/3, recall 1; "the" has no word, as
     # the empty answer
     expected = (1 + 2 * (2 / 3) / (5 / 3) + 0 + 1 + 0) / 5
     assert text_metrics.token_f1(hypotheses, references) == {
         "token_f1": pytest.approx(100 * expected)
     }
-    assert text_metrics.token_f1(["x x y"], ["x y y"]) == {
-        "token_f1": pytest.approx(200 / 3)
-    }  # a word counts as often
+    # a word counts as often
+    assert text_metrics.token_f1(["x x y"], ["x y y"]) == {"token_f1": pytest.approx(200 / 3)}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -28,7 +28,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder
 from jaxformer.objectives import StepContext
 from jaxformer.parallel import Mesh
-from jaxformer.runs.metrics import Reporter
+from jaxformer.runs.reporter import Reporter
 from jaxformer.training import TokenCrossEntropy
 from jaxformer.training.recipe import build
 
@@ -80,9 +80,8 @@ def test_digits_of_a_row_move_by_themselves():
     )
     still = caption_digits.with_moved_digits(Move(0.0, 0.0), key, image)
     np.testing.assert_allclose(still, image, atol=1e-6)
-    one = (
-        jnp.zeros_like(image).at[:, :, 8:16].set(1)
-    )  # what leaves the middle digit does not enter its neighbours
+    # what leaves the middle digit does not enter its neighbours
+    one = jnp.zeros_like(image).at[:, :, 8:16].set(1)
     found = np.asarray(caption_digits.with_moved_digits(Move(10.0, 3.0), key, one))
     assert found[:, :, :8].max() == found[:, :, 16:].max() == 0
     assert (found[:, :, 8:16].min(axis=(1, 2, 3)) < 0.5).all() and (found[0] != found[1]).any()
@@ -256,9 +255,8 @@ def test_a_run_with_images_as_the_source_is_stopped_and_resumed_to_the_same_bits
         inner.setattr(Reporter, "later", stop)
         cli.main(command("stopped"))
     assert cli.main(command("stopped")) == 0
-    assert (
-        "resuming after step 10" in capsys.readouterr().out
-    )  # saved half-way between two checkpoints
+    # saved half-way between two checkpoints
+    assert "resuming after step 10" in capsys.readouterr().out
     assert outcome(tmp_path / "undisturbed") == outcome(tmp_path / "stopped")
     (path,) = (tmp_path / "stopped").glob("*-*")
     assert 0 <= jaxformer.open_run(path).evaluate()["exact_match"] <= 100

@@ -103,8 +103,10 @@ def test_a_patch_changes_the_answers_as_predicted(tmp_path):
 
 @pytest.mark.thorough
 def test_the_error_of_a_performer_falls_as_the_root_of_its_features():
-    """Where attention is flat. Linear attention comes no nearer to the softmax than the mean of the
-    values."""
+    """Where attention is flat.
+
+    Linear attention comes no nearer to the softmax than the mean of the values.
+    """
     x = approximation.inputs(0.1, length=128)
     points = approximation.performer(x, (16, 64, 256))
     assert -0.8 < approximation.slope(points) < -0.3

@@ -44,9 +44,8 @@ def call(config, kept: dict[str, np.ndarray], dtype) -> tuple:
         "positions": given.get("position_ids"),
     }
     if "global_attention_mask" in given:
-        options["inputs"] = {
-            "global_tokens": kept["inputs/global_attention_mask"] > 0
-        }  # not traced
+        # not traced
+        options["inputs"] = {"global_tokens": kept["inputs/global_attention_mask"] > 0}
     if "rotations" in kept:
         options["constants"] = jnp.broadcast_to(
             kept["rotations"][None], (config.num_layers, *kept["rotations"].shape)

@@ -55,9 +55,8 @@ def test_every_class_is_read_and_written(model_type, kind):
     written = family.write(config)
     assert written["architectures"] == [kind]
     assert family.read(written, plan(family, config)) == config
-    assert all(
-        getattr(head, "pool", "position_0") == "position_0" for head in config.heads
-    )  # as in BERT's code
+    # as in BERT's code
+    assert all(getattr(head, "pool", "position_0") == "position_0" for head in config.heads)
     assert str(config.masks[0]) == ("causal()" if written.get("is_decoder") else "full()")
 
 
@@ -125,12 +124,13 @@ def test_queries_keys_and_values_without_biases():
 
 REFUSED = [
     ("big_bird", "BigBirdForQuestionAnswering", {}, "architecture"),
+    # block_sparse is never causal
     (
         "big_bird",
         "BigBirdForCausalLM",
         dict(is_decoder=True),
         "is_decoder",
-    ),  # block_sparse is never causal
+    ),
     ("bert", "BertModel", dict(is_decoder=True), "is_decoder"),
     (
         "bert",
@@ -192,9 +192,8 @@ def test_a_pooler_of_another_width(tmp_path):
         models.apply(c.config, c.params, jnp.float32(images)).heads["pooled"]
         for c in (whole, checkpoint)
     )
-    np.testing.assert_allclose(
-        narrow, wide[:, :7], atol=1e-6
-    )  # the same sums, perhaps in another order
+    # the same sums, perhaps in another order
+    np.testing.assert_allclose(narrow, wide[:, :7], atol=1e-6)
     families.save(tmp_path / "saved", checkpoint)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["pooler_output_size"] == 7
     assert families.load(tmp_path / "saved").config == checkpoint.config

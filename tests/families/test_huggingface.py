@@ -124,9 +124,8 @@ ALIKE = ("bert_mlm", "bert_qa", "bert_tokens", "gpt2_untied", "llama_mha", "qwen
     "name", [pytest.param(n, marks=pytest.mark.slow if n in ALIKE else ()) for n in golden.NAMES]
 )
 def test_outputs_and_gradients_are_theirs(name, tmp_path):
-    check_golden(
-        name, tmp_path, jnp.float32, 2e-5
-    )  # models.md, section 1: what float32 can be held to
+    # models.md, section 1: what float32 can be held to
+    check_golden(name, tmp_path, jnp.float32, 2e-5)
 
 
 @pytest.mark.slow
@@ -173,9 +172,8 @@ def test_saved_it_is_the_same_file_and_model(name, tmp_path):
     config, params = load(name)
     save(tmp_path / "saved", config, params)
     theirs, ours = runs.tensors(golden.folder(name)), runs.tensors(tmp_path / "saved")
-    if (
-        name == "vit_pooled"
-    ):  # base models' files leave the prefix out, and are read with and without it
+    # base models' files leave the prefix out, and are read with and without it
+    if name == "vit_pooled":
         theirs = {f"vit.{key}": array for key, array in theirs.items()}
     assert theirs.keys() == ours.keys()
     for key, array in theirs.items():
@@ -711,9 +709,8 @@ def test_all_that_does_not_fit_is_in_one_report(tmp_path):
         return arrays | {"transformer.h.2.ln_1.weight": np.ones(15, np.float32)}
 
     said = refused(runs.altered(tmp_path, "gpt2", damage))
-    assert (
-        "4 missing: transformer.h.1.attn.c_attn.bias (our layers/attention/" in said
-    )  # the query's, key's and value's
+    # the query's, key's and value's
+    assert "4 missing: transformer.h.1.attn.c_attn.bias (our layers/attention/" in said
     assert "transformer.ln_f.bias (our final_norm/bias)" in said
     assert "1 unexpected: transformer.h.2.ln_1.weight" in said
     assert "1 of another shape: transformer.wpe.weight (95, 15), not (96, 15)" in said
@@ -932,10 +929,11 @@ def test_heads_of_decoders(tmp_path):
     )
     params = models.init(config, jax.random.key(0))
     save(tmp_path / "reformer", config, params)
+    # of two streams
     assert runs.tensors(tmp_path / "reformer")["classifier.dense.weight"].shape == (
         16,
         32,
-    )  # of two streams
+    )
     assert read(tmp_path / "reformer")[0] == config
 
 
@@ -952,9 +950,8 @@ def test_an_output_bias_that_transformers_never_adds(tmp_path):
     with pytest.raises(ConfigError, match="heads"):
         save(tmp_path / "saved", config, params, model_type="reformer")
     save(tmp_path / "saved", *load("reformer"))
-    assert (
-        json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == 0
-    )  # theirs pads with it
+    # theirs pads with it
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == 0
 
 
 def test_windows_are_known_by_their_rule():
@@ -1037,9 +1034,8 @@ def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, values, tmp_pa
     accepted = 0
     for key, junk in itertools.product(settings, values):
         (folder / "config.json").write_text(json.dumps(settings | {key: junk}))
-        with pytest.raises(
-            ConfigError
-        ) as caught:  # all is checked before a number is read, the sharding last
+        # all is checked before a number is read, the sharding last
+        with pytest.raises(ConfigError) as caught:
             read(folder, sharding={})
         assert "\n" not in str(caught.value)
         if "sharding: none for" in str(caught.value):
@@ -1047,9 +1043,8 @@ def test_garbage_in_a_setting_is_refused_or_changes_nothing(name, values, tmp_pa
             again = families.FAMILIES[settings["model_type"]].read(settings | {key: junk}, names)
             number = isinstance(junk, int | float) and junk > 0 and number_means_something(key)
             told = again == config or (junk in (None, {}) and key in OPTIONAL) or number
-            if (
-                junk is None and not told
-            ):  # as a setting that is not there, or as False, which null is to their class
+            # as a setting that is not there, or as False, which null is to their class
+            if junk is None and not told:
                 without = {name: value for name, value in settings.items() if name != key}
                 read_family = families.FAMILIES[settings["model_type"]].read
                 told = again == read_family(without, names)

@@ -93,9 +93,8 @@ def failing_calls(tmp_path_factory):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs a C compiler and Linux")
-    library = (
-        Path("/tmp") / f"failing-calls-{os.getpid()}.so"
-    )  # LD_PRELOAD knows no path with spaces
+    # LD_PRELOAD knows no path with spaces
+    library = Path("/tmp") / f"failing-calls-{os.getpid()}.so"
     source = Path(__file__).with_name("failing_calls.c")
     subprocess.run(
         [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True

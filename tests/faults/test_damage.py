@@ -1,5 +1,7 @@
-"""Row 3: each file of the newest checkpoint damaged in each way. Found or harmless; the end is that
-of an undisturbed run."""
+"""Row 3: each file of the newest checkpoint damaged in each way.
+
+Found or harmless; the end is that of an undisturbed run.
+"""
 
 import json
 import os

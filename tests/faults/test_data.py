@@ -1,5 +1,7 @@
-"""Row 9: a source that raises, is slow or is killed; files that are none. The error names the
-record, and nothing hangs."""
+"""Row 9: a source that raises, is slow or is killed; files that are none.
+
+The error names the record, and nothing hangs.
+"""
 
 import json
 import os
@@ -152,9 +154,8 @@ def test_encoding_survives_the_death_of_its_workers_and_its_own(tmp_path, report
     for victim in ("worker", "command", "worker", "command"):
         with encoding(tmp_path, f"killed-{kills}", cache) as process:
             end, finished = time.monotonic() + LONG, len(list(cache.glob("*/0*.json")))
-            while (
-                len(list(cache.glob("*/0*.json"))) == finished and time.monotonic() < end
-            ):  # it has begun
+            # it has begun
+            while len(list(cache.glob("*/0*.json"))) == finished and time.monotonic() < end:
                 time.sleep(0.005)
             while not (workers := children(process.process.pid)) and process.running:
                 time.sleep(0.001)
@@ -247,9 +248,8 @@ def test_no_reader_waits_for_a_fifo_or_reads_a_device_without_an_end(tmp_path, r
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     bad = [line for line in lines if "no regular file" not in line and "no file in" not in line]
-    assert not [line for line in bad if "folder." not in line], (
-        bad
-    )  # a folder may be a corpus; without files it is none
+    # a folder may be a corpus; without files it is none
+    assert not [line for line in bad if "folder." not in line], bad
     assert not [line for line in bad if "opened" in line], bad
     assert len(lines) >= made, lines
     report(
@@ -295,9 +295,8 @@ def test_every_reader_opens_or_refuses_any_content_in_one_line(tmp_path, report)
     command = [sys.executable, "-c", READERS, str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG)
-    assert run.returncode == 0, run.stderr[
-        -3000:
-    ]  # all else than a ConfigError would have ended it
+    # all else than a ConfigError would have ended it
+    assert run.returncode == 0, run.stderr[-3000:]
     lines = run.stdout.splitlines()
     assert len(lines) >= 13 * len(CONTENTS) and all(" | " in line for line in lines), lines
     report(

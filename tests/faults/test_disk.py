@@ -30,10 +30,11 @@ OPTIONS = (
     f"--checkpoints.every={EVERY}",
     "--model.dropout-rate=0.1",
 )
+# after a multiple of EVERY one step, which stays
 ONE = (
     "--checkpoints.keep-latest=1",
     "--checkpoints.keep-best=0",
-)  # after a multiple of EVERY one step, which stays
+)
 SHORT = ("--steps=6",)
 
 
@@ -115,8 +116,10 @@ def test_a_disk_that_is_full_for_a_while(small_disk, fill, tmp_path, undisturbed
 
 @pytest.mark.fault
 def test_a_disk_that_stays_full_until_the_end(small_disk, fill, tmp_path, undisturbed, report):
-    """The run cannot keep its result: it says so (2), also when it is started again. With room, the
-    same command goes on."""
+    """The run cannot keep its result: it says so (2), also when it is started again.
+
+    With room, the same command goes on.
+    """
     training = on_disk(tmp_path / "a", small_disk, *OPTIONS, *ONE)
     with training.start() as process:
         process.wait_for("step 201/400")
@@ -258,9 +261,8 @@ def test_a_disk_that_is_full_while_tokens_are_cached(kind, small_disk, fill, tmp
     ballast = fill(small_disk)
     if kind == "corpus":
         with ballast.open("r+b") as file:
-            file.truncate(
-                ballast.stat().st_size - (1 << 18)
-            )  # room for its beginning: it fills up in the middle
+            # room for its beginning: it fills up in the middle
+            file.truncate(ballast.stat().st_size - (1 << 18))
         said = training.finish(code=2)
         last = said.strip().splitlines()[-1]
         assert (
@@ -323,10 +325,11 @@ def test_a_runs_folder_that_cannot_be_written(tmp_path, report):
     ):
         (training.folder / "output").touch()
         command = [*nobody, "-m", "jaxformer", "train", "tiny"]
+        # of pytest's folders only their owner may read
         for folder in (
             tmp_path,
             *list(tmp_path.parents)[:-2],
-        ):  # of pytest's folders only their owner may read
+        ):
             folder.chmod(folder.stat().st_mode | 0o055)
         with Process(
             command, training.folder, training.folder / "output", HOME=str(tmp_path)
@@ -372,8 +375,9 @@ def test_a_run_whose_folder_becomes_immutable_for_a_while(tmp_path, undisturbed,
 
 @pytest.mark.fault
 def test_a_run_folder_that_is_removed_in_mid_run(tmp_path, undisturbed, report):
-    """Its run stops at the next save: another may have started there. The same command begins anew:
-    the files are gone.
+    """Its run stops at the next save: another may have started there.
+
+    The same command begins anew: the files are gone.
 
     A save that had looked at its lock just before the removal is still written, and is good: then
     the run goes on from it, and only the lines of the record before it are gone with their file.
@@ -402,8 +406,10 @@ def test_a_run_folder_that_is_removed_in_mid_run(tmp_path, undisturbed, report):
 
 @pytest.mark.fault
 def test_a_run_that_another_process_owns(tmp_path, undisturbed, report):
-    """Refused with pid, host and time. After kill -9 of the owner the next start goes on at
-    once."""
+    """Refused with pid, host and time.
+
+    After kill -9 of the owner the next start goes on at once.
+    """
     training = Training(tmp_path / "a", *OPTIONS)
     with training.start() as owner:
         owner.wait_for("step  51/400")

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from tests.faults.fuzz import TARGETS
 
+# seconds of an input under any load of the machine; what all inputs of a target may add
 SOON, MEGABYTES = (
     30,
     500,
-)  # seconds of an input under any load of the machine; what all inputs of a target may add
+)
 ODD = [
     b"",
     b"\0",

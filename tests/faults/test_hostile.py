@@ -1,5 +1,7 @@
-"""Row 15: what a stranger wrote. Nothing of it is executed, nothing is written outside of its
-folder, memory stays bounded."""
+"""Row 15: what a stranger wrote.
+
+Nothing of it is executed, nothing is written outside of its folder, memory stays bounded.
+"""
 
 import hashlib
 import json
@@ -411,9 +413,10 @@ def test_a_checkpoint_without_an_end(damage, run, tmp_path, report):
         for path in checkpoint.rglob("*")
         if path.is_file()
     }
+    # one of each kind
     files = sorted(
         {*files.values(), *(path.relative_to(checkpoint) for path in checkpoint.rglob("_*"))}
-    )  # one of each kind
+    )
     most = 0
     for file in files:
         copy = Path(shutil.copytree(run, tmp_path / "copies" / str(file).replace("/", "-")))

@@ -27,7 +27,7 @@ MORTAL = (
 import os, pathlib, shutil, signal
 from jax._src import compiler
 from jaxformer import config
-from jaxformer.runs import checkpoint, loop, metrics
+from jaxformer.runs import checkpoint, loop, metrics, reporter
 
 def die_at(count, owner, name, path="", after=False):
     original = getattr(owner, name)
@@ -51,7 +51,7 @@ if "DIE" in os.environ:
 MOMENTS = {
     "the first compilation": 'die_at(1, compiler, "compile_or_get_cached")',
     "a later compilation": 'die_at(4, compiler, "compile_or_get_cached")',
-    "the first step": 'die_at(1, metrics.Reporter, "later")',
+    "the first step": 'die_at(1, reporter.Reporter, "later")',
     "an evaluation": 'die_at(2, loop, "evaluate")',
     "the start of a save": 'die_at(3, checkpoint.orbax.CheckpointManager, "save")',
     "a save, as it has begun": 'die_at(3, checkpoint.orbax.CheckpointManager, "save", after=True)',
@@ -96,17 +96,18 @@ def test_a_signal_saves_at_the_current_step_and_nothing_is_done_again(
 
 @pytest.mark.fault
 def test_sigkill_at_random_moments(tmp_path, undisturbed, report):
-    """Of a start, a compilation, a step, an evaluation, a save. Runs that reach their end are
-    compared, and begun anew."""
+    """Of a start, a compilation, a step, an evaluation, a save.
+
+    Runs that reach their end are compared, and begun anew.
+    """
     training, rng, kills, again, reached = Training(tmp_path, *OPTIONS), random.Random(0), 0, [], 0
     while kills < 20:
         with training.start() as process:
             lines = rng.randrange(1, 15) if rng.random() < 0.7 else 0
             while process.running and process.said().count("/200 loss") < lines:
                 time.sleep(0.005)
-            time.sleep(
-                rng.uniform(0, 0.3 if lines else 8)
-            )  # while it trains; or while it starts and compiles
+            # while it trains; or while it starts and compiles
+            time.sleep(rng.uniform(0, 0.3 if lines else 8))
             if ended := not process.running:
                 assert process.end() == 0, process.said()
             output = process.kill()
@@ -121,9 +122,8 @@ def test_sigkill_at_random_moments(tmp_path, undisturbed, report):
         reached = max(reached, last_step(output))
     training.finish()
     assert_same(training.ending(), undisturbed)
-    assert (
-        max(again, default=0) <= EVERY + 1
-    )  # the last line may be of a step more than had been fetched
+    # the last line may be of a step more than had been fetched
+    assert max(again, default=0) <= EVERY + 1
     report(
         1,
         "SIGKILL at random moments",

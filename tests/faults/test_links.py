@@ -1,5 +1,6 @@
-"""Row 15: links in a run folder. Nothing outside of it is read into a page or an answer, and
-nothing there is changed.
+"""Row 15: links in a run folder.
+
+Nothing outside of it is read into a page or an answer, and nothing there is changed.
 
 Each file of ours in a run folder in turn is a link, a hard link, a pipe, a socket; folders are
 links. The run folder itself may be a link, as a user makes one to a larger disk.
@@ -58,10 +59,11 @@ def pipe(path, target):
 
 
 def plug(path, target):
+    # a name of a socket is short
     with (
         socket.socket(socket.AF_UNIX) as server,
         contextlib.chdir(path.parent),
-    ):  # a name of a socket is short
+    ):
         server.bind(path.name)
 
 
@@ -313,9 +315,8 @@ def test_remains_of_a_save_that_are_links_are_removed_alone(run, outside):
 
 def test_a_copy_of_a_damaged_record_is_a_file_of_its_own(run, outside):
     (run / "metrics.jsonl").write_text("no record\n")
-    (run / "metrics.jsonl.damaged-1").symlink_to(
-        outside / "new"
-    )  # it is not there: an ordinary write would make it
+    # it is not there: an ordinary write would make it
+    (run / "metrics.jsonl.damaged-1").symlink_to(outside / "new")
     before = looks(outside)
     metrics.Record(run / "metrics.jsonl")
     assert (

@@ -214,9 +214,8 @@ def test_a_last_save_is_written_again_and_one_in_mid_run_is_left_out(folder, mon
                     assert storage.exit_code(found.value) == storage.TROUBLE and len(failed) == 4
                     manager.save(4, make(4))
                     manager.wait()
-        assert [line.partition(": ")[2][:6] for line in log] == ["step 3", "step 4"], (
-            log
-        )  # once for each step
+        # once for each step
+        assert [line.partition(": ")[2][:6] for line in log] == ["step 3", "step 4"], log
         manager.save(4, make(4), wait=True)
         assert_same(manager.restore(abstract(make(1)))[1], make(4))
 
@@ -308,9 +307,8 @@ def test_the_newest_run_is_not_passed_over(tmp_path, monkeypatch, capsys):
             runs_of("tiny", tmp_path)
     with monkeypatch.context() as patch:
         break_calls(patch, os, "stat", errno.EIO, "new/metrics.jsonl")
-        patch.setattr(
-            storage, "users_frame", lambda error: None
-        )  # of this file, which is none of the library
+        # of this file, which is none of the library
+        patch.setattr(storage, "users_frame", lambda error: None)
         assert cli.main(["evaluate", "tiny", "--runs", str(tmp_path)]) == storage.TROUBLE
     said = capsys.readouterr().err
     assert (

@@ -326,8 +326,10 @@ class Relay:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("seconds", [6, 40])
 def test_the_network_is_cut_at_a_phase(phase, seconds, undisturbed, tmp_path, report):
-    """Our links and those of JAX's service. The run goes on after a short cut; in a longer one all
-    end by name."""
+    """Our links and those of JAX's service.
+
+    The run goes on after a short cut; in a longer one all end by name.
+    """
     training, port = begun(tmp_path / "run", undisturbed), pod_sim.free_port()
     relay, limits = Relay(port), LIMITS | {"JAXFORMER_STEP_LIMIT": "60"}
     each = {

@@ -129,9 +129,8 @@ def networks(count):
             run("-n", name, "link", "set", "eth0", "up")
             run("-n", name, "link", "set", "lo", "up")
             os.makedirs(f"/etc/netns/{name}", exist_ok=True)
-            with open(
-                f"/etc/netns/{name}/hosts", "w"
-            ) as hosts:  # gloo listens at the address of the host's name
+            # gloo listens at the address of the host's name
+            with open(f"/etc/netns/{name}/hosts", "w") as hosts:
                 hosts.write(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
         yield names, addresses, lambda i: run("link", "set", f"{tag}v{i}", "down")
     finally:
@@ -240,9 +239,8 @@ def test_a_slow_compilation(training, undisturbed, report):
 def test_restarts_under_load(training, undisturbed, report):
     """With a busy loop per core: every process takes every program from the cache."""
     code, trials, hits = COMPILES.format(seconds=0), 5, []
-    keep = {
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"
-    }  # every program, however long it took to compile
+    # every program, however long it took to compile
+    keep = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     caches = {
         i: {"XDG_CACHE_HOME": str(training.folder / f"cache-{i}"), **keep} for i in range(COUNT)
     }
@@ -317,10 +315,11 @@ def test_steps_that_hang(count, tmp_path, report):
     undisturbed, seconds = Training(tmp_path / "undisturbed", *OPTIONS, *more, experiment=HANGS), []
     with start(undisturbed) as pod:
         pod.finish()
+    # JAX calls the host from process 0
     for name, victim in (
         ("data", count - 1),
         ("objective", 0),
-    ):  # JAX calls the host from process 0
+    ):
         training = Training(tmp_path / name, *OPTIONS, *more, experiment=HANGS)
         with start(training, each={victim: {"HANGS": name}}, JAXFORMER_STEP_LIMIT="4") as pod:
             pod.wait_for(f" 20/{STEPS} loss")

@@ -1,5 +1,7 @@
-"""The golden models as data: class, config, inputs. Sizes are odd and epsilons large, so that
-mistakes show."""
+"""The golden models as data: class, config, inputs.
+
+Sizes are odd and epsilons large, so that mistakes show.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -67,9 +69,8 @@ def _roberta() -> Case:
     sizes = _bert("").config | dict(
         type_vocab_size=1, pad_token_id=1, bos_token_id=0, eos_token_id=2
     )
-    return Case(
-        "RobertaForMaskedLM", sizes, tokens(37, [T, -8, 9], pad=1)
-    )  # positions count tokens that are not pad
+    # positions count tokens that are not pad
+    return Case("RobertaForMaskedLM", sizes, tokens(37, [T, -8, 9], pad=1))
 
 
 def _gpt2(**config) -> Case:
@@ -184,9 +185,8 @@ def _bigbird() -> Case:
     config = _bert("").config | dict(
         attention_type="block_sparse", block_size=3, num_random_blocks=2, sep_token_id=None
     )
-    config |= dict(
-        max_position_embeddings=32
-    )  # ten blocks: more than 5 + 2 * 2, with which it would see everything
+    # ten blocks: more than 5 + 2 * 2, with which it would see everything
+    config |= dict(max_position_embeddings=32)
     return Case("BigBirdForMaskedLM", config, tokens(37, [30, 25], 30))
 
 

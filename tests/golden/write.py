@@ -67,9 +67,8 @@ def write(name: str, folder: Path) -> None:
             for tensor, source in zip(tensors(single), tensors(model), strict=True):
                 tensor.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
                 assert torch.isfinite(tensor).all(), f"a gradient of {name} is not finite"
-        single.save_pretrained(
-            beside
-        )  # which ties and renames the gradients as it does the weights
+        # which ties and renames the gradients as it does the weights
+        single.save_pretrained(beside)
         shutil.copy(Path(beside) / "model.safetensors", folder / "gradients.safetensors")
     (folder / "generation_config.json").unlink(missing_ok=True)
     np.savez_compressed(folder / "witness.npz", **witness)
@@ -78,9 +77,8 @@ def write(name: str, folder: Path) -> None:
 def tensors(model) -> list[torch.Tensor]:
     """Whatever of a model is drawn and saved: its parameters, and the bias that Marian calls a
     buffer."""
-    drawn = [
-        p for name, p in model.named_parameters() if "embed_positions" not in name
-    ]  # sinusoids
+    # sinusoids
+    drawn = [p for name, p in model.named_parameters() if "embed_positions" not in name]
     return drawn + [b for name, b in model.named_buffers() if name == "final_logits_bias"]
 
 

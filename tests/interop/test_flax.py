@@ -415,9 +415,8 @@ def test_an_nnx_guest_drops_where_there_is_a_key():
         + down["bias"][None, None]
     )
     context = Context(masks.full(), jnp.arange(T)[None])
-    np.testing.assert_allclose(
-        apply(tree, x, context).out, whole, rtol=1e-5, atol=1e-5
-    )  # sums of 12 in float32
+    # sums of 12 in float32
+    np.testing.assert_allclose(apply(tree, x, context).out, whole, rtol=1e-5, atol=1e-5)
     outs = [
         apply(tree, x, replace(context, dropout_key=key)).out
         for key in (KEY, jax.random.PRNGKey(2))
@@ -426,9 +425,8 @@ def test_an_nnx_guest_drops_where_there_is_a_key():
     nothing = jax.tree.map(jnp.zeros_like, tree)
     nothing["layers"]["0"]["bias"] += 1.0
     nothing["layers"]["1"]["kernel"] += jnp.pad(jnp.eye(D), ((0, 4), (0, 0)))
-    kept = apply(
-        nothing, x, replace(context, dropout_key=KEY)
-    ).out  # 4 where both keep: each stream draws its own
+    # 4 where both keep: each stream draws its own
+    kept = apply(nothing, x, replace(context, dropout_key=KEY)).out
     assert set(np.unique(kept)) == {0, 4} and 0.1 < np.mean(kept == 4) < 0.4
 
 

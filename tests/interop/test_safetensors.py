@@ -141,9 +141,8 @@ def test_two_tensors_of_one_name_are_not_written(tmp_path):
 
 
 def test_a_transposed_array_is_written_in_its_own_order(tmp_path):
-    arrays = {
-        "kernel": np.arange(3_000_000, dtype=np.float32).reshape(1000, 3000).T
-    }  # several slabs
+    # several slabs
+    arrays = {"kernel": np.arange(3_000_000, dtype=np.float32).reshape(1000, 3000).T}
     save_checkpoint(tmp_path / "model", CONFIG, listed(arrays))
     assert_same(open_checkpoint(tmp_path / "model"), arrays)
 

@@ -32,7 +32,7 @@ import numpy as np
 from jaxformer import cli
 from jaxformer.config import storage
 from jaxformer.runs import checkpoint_reader
-from jaxformer.runs.metrics import Reporter
+from jaxformer.runs.reporter import Reporter
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 60  # lines of code of a page that fills a joint
@@ -162,9 +162,8 @@ def assert_resumes_to_the_same_bits(
     shutil.copytree(whole, killed)  # what the last file begins from is the same
     train(whole, {last: files[last]}, *OPTIONS, *options)
     train(killed, {last: files[last]}, *OPTIONS, *options, stop={last: at})
-    assert (
-        max(record["step"] for record in records(run_of(killed, last))) <= at
-    )  # an evaluation has the steps done
+    # an evaluation has the steps done
+    assert max(record["step"] for record in records(run_of(killed, last))) <= at
     train(killed, {last: files[last]}, *OPTIONS, *options)
     expected, found = run_of(whole, last), run_of(killed, last)
     assert expected.name == found.name

@@ -103,9 +103,8 @@ def test_an_order_is_its_equation(name):
     expected = by_hand(name, config, tree, TOKENS)
     for unroll in (1, 4):
         found = models.apply(replace(config, unroll=unroll), tree, TOKENS).hidden
-        np.testing.assert_allclose(
-            found, expected, rtol=1e-4, atol=2e-5
-        )  # float32 sums in another order
+        # float32 sums in another order
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.thorough

@@ -48,16 +48,14 @@ def test_preferences_with_a_reference_and_with_the_base_of_an_adaptation(tmp_pat
     files = PAGES["preferences"]
     whole = harness.assert_resumes_to_the_same_bits(files, tmp_path)
     said = capsys.readouterr().out
-    without_factors = {
-        name: files[name] for name in ("copies", "reversals")
-    }  # above, the last file alone was killed
+    # above, the last file alone was killed
+    without_factors = {name: files[name] for name in ("copies", "reversals")}
     harness.assert_resumes_to_the_same_bits(without_factors, tmp_path / "reference")
     for name in ("reversals", "reversals-lora"):
         folder = harness.run_of(whole, name)
         first, *_, last = (line["loss"] for line in harness.records(folder) if "loss" in line)
-        assert (
-            first == pytest.approx(np.log(2), rel=1e-5) and last < first
-        )  # nothing is preferred at first
+        # nothing is preferred at first
+        assert first == pytest.approx(np.log(2), rel=1e-5) and last < first
         assert not [leaf for leaf in harness.leaves(folder) if "before" in leaf]
         scores = open_run(folder).evaluate()
         assert scores["unit"] == "pairs" and not {"perplexity", "bits", "tokens"} & set(scores)
@@ -97,8 +95,7 @@ def test_a_code_book_of_the_objective_is_a_variable(tmp_path, capsys):
     saved = [name for name in harness.leaves(folder) if "objective/" in name]
     assert sorted(saved) == ["params/objective/sum", "params/objective/uses"]  # no optimizer state
     uses = np.asarray(open_run(folder).checkpoint[1]["objective"]["uses"])
-    np.testing.assert_allclose(
-        uses.sum(), 16 * 0.9**12 + (1 - 0.9**12), rtol=1e-3
-    )  # each state is nearest to one code
+    # each state is nearest to one code
+    np.testing.assert_allclose(uses.sum(), 16 * 0.9**12 + (1 - 0.9**12), rtol=1e-3)
     assert harness.answer(whole, "codes", "def ", capsys, "--tokens=8").startswith("def ")
     harness.assert_same_on_eight_devices(files, tmp_path, whole=whole)

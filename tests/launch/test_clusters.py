@@ -150,11 +150,12 @@ GKE = (
 @pytest.mark.parametrize(
     ("ends", "starts", "states"),
     [
+        # preempted, then one worker fails
         (
             "143 143\n0 1\n0 0",
             [3, 3],
             ["BackoffLimitExceeded", "Completed"],
-        ),  # preempted, then one worker fails
+        ),
         ("2 2", [1, 1], ["PodFailurePolicy"]),  # a mistake in the options
         ("0 3", [1, 1], ["PodFailurePolicy"]),  # numbers that went bad
         ("1 4\n1 4\n1 4\n0 0", [3, 3], ["BackoffLimitExceeded"] * 3),  # restarts are counted
@@ -178,11 +179,12 @@ def test_a_jobset_restarts_where_that_helps(cloud, ends, starts, states):
         ("2 2", 1, ["2"]),
         ("4 4\n4 4\n4 4\n4 4", 3, ["0", "0", "4"]),  # restarts are counted, preemptions not
         ("143 143\n143 143\n143 143\n143 143\n0 0", 5, ["0"] * 5),
+        # preemptions use up no restart
         (
             "143 143\n143 143\n143 143\n4 4\n143 143\n4 4\n0 0",
             7,
             ["0"] * 7,
-        ),  # preemptions use up no restart
+        ),
     ],
 )
 def test_a_slurm_job_queues_again_where_that_helps(cloud, monkeypatch, ends, starts, states):

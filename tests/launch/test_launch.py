@@ -132,10 +132,11 @@ def test_a_jobset_has_a_pod_a_host_and_all_chips(capsys):
 )
 def test_hosts_and_names_of_slices(text, hosts, accelerator):
     found = slices.parse_slice(text)
+    # cloud.google.com/tpu/docs: v5e, v6e, v4, v5p
     assert (found.hosts, found.accelerator) == (
         hosts,
         accelerator,
-    )  # cloud.google.com/tpu/docs: v5e, v6e, v4, v5p
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,18 +150,20 @@ def test_slices_that_nobody_sells(text):
 
 def test_devices_are_those_of_jax_and_shapes_are_asked_for():
     parse = slices.parse_slice
+    # of their compilers
     assert [parse(text).devices for text in ("v5e:4x4", "v5p:4x4x4", "tpu7x:4x4x4")] == [
         16,
         64,
         128,
-    ]  # of their compilers
+    ]
+    # cloud.google.com/tpu/docs/v5p
     shapes = {
         256: "4x8x8",
         512: "8x8x8",
         1024: "8x8x16",
         6144: "16x16x24",
         128: "4x4x8",
-    }  # cloud.google.com/tpu/docs/v5p
+    }
     found = {size: parse(f"v5p:4x4x{size // 16}").default_shape for size in shapes}
     assert found == shapes
     exact = tpu_vm.Pod("a", "z", slice=parse("v5p:4x4x16")).create()
@@ -518,9 +521,8 @@ def test_a_pod_is_trained_through_two_preemptions(cloud, capfd):
     installs = (cloud / "installs").read_text().split()
     assert installs == ["worker0", "worker1"] * 2  # on each new machine, not at a restart
     calls = (cloud / "calls").read_text().splitlines()
-    assert (
-        calls.count("queued-resources create") == 2
-    )  # at the start, and after the TPU was taken away
+    # at the start, and after the TPU was taken away
+    assert calls.count("queued-resources create") == 2
     assert calls.count("queued-resources delete") == 1
     first = next(call for call in calls if call.startswith("tpu-vm ssh"))
     assert first == "tpu-vm ssh"  # one worker makes the key
@@ -602,9 +604,8 @@ def test_the_same_command_attaches_and_another_is_refused(cloud, capfd):
             (folder / name).write_text(f"{text}\n")
     code, _, err = run(f"{POD} --runs=/shared --pause=0 -- --steps=7000", capfd)
     assert code == 2 and "busy with another command" in err
-    reaper = threading.Thread(
-        target=going.wait
-    )  # a dead child is a live pid until somebody waits for it
+    # a dead child is a live pid until somebody waits for it
+    reaper = threading.Thread(target=going.wait)
     reaper.start()
     code, out, err = run(f"{POD} --runs=/shared --pause=0", capfd)
     reaper.join()

@@ -421,9 +421,8 @@ def test_another_bucket_takes_the_place_of_the_first(tmp_path, monkeypatch):
     assert [mount("one"), mount("one"), mount("two")] == [0, 0, 0]
     assert (cloud / "done").read_text().splitlines() == ["mounted one", "away one", "mounted two"]
     (cloud / "busy").touch()
-    assert (
-        mount("one") != 0 and (cloud / "mounted").read_text() == "two\n"
-    )  # in use: the run does not start
+    # in use: the run does not start
+    assert mount("one") != 0 and (cloud / "mounted").read_text() == "two\n"
 
 
 def test_a_command_with_another_bucket_is_another_one():

@@ -594,9 +594,10 @@ def test_arrays_make_blocks_partial_where_the_rest_does_not_decide():
         )
         np.testing.assert_array_equal(np.where(got == masks.PARTIAL, truth, got), truth)
         assert len(np.unique(got)) == 2
+        # a float32 mean
         assert mask.density(12, 12) == pytest.approx(
             np.asarray(mask.dense(12, 12)).mean(), abs=1e-6
-        )  # a float32 mean
+        )
     np.testing.assert_array_equal(
         (causal & masks.segments(ids)).blocks(12, 12, 4), np.minimum(expected, 1)
     )

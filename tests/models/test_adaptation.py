@@ -111,14 +111,12 @@ def test_merge_adds_the_product_in_each_layer_and_takes_it_away():
         update = np.einsum("vr,rd->vd", a, b) if path.startswith("heads") else 0
         if path.startswith("layers"):
             update = np.stack([np.tensordot(a[layer], b[layer], 1) for layer in range(L)])
-        np.testing.assert_allclose(
-            after[path], before[path] + 1.5 * update, rtol=1e-5, atol=1e-6
-        )  # float32
+        # float32
+        np.testing.assert_allclose(after[path], before[path] + 1.5 * update, rtol=1e-5, atol=1e-6)
     back = params.paths(jax.jit(adaptation.merge)(merged, factors, -1.5))
     for path in before:
-        np.testing.assert_allclose(
-            back[path], before[path], atol=1e-6
-        )  # one rounding each way, of numbers near 1
+        # one rounding each way, of numbers near 1
+        np.testing.assert_allclose(back[path], before[path], atol=1e-6)
 
 
 @pytest.mark.thorough
@@ -168,9 +166,8 @@ def test_low_precision_weights_keep_their_dtype():
     factors = factors_of(GPT, "up")
     merged = adaptation.merge(weights, factors, 1.0)
     wide = adaptation.merge(optax.tree.cast(weights, jnp.float32), factors, 1.0)
-    assert jax.tree.all(
-        equal(merged, optax.tree.cast(wide, jnp.bfloat16))
-    )  # summed in float32, rounded once
+    # summed in float32, rounded once
+    assert jax.tree.all(equal(merged, optax.tree.cast(wide, jnp.bfloat16)))
 
 
 @pytest.mark.thorough
@@ -275,9 +272,8 @@ def test_a_larger_vocabulary_leaves_old_tokens_as_they_were(kind):
     before, after = (
         model(c)(w, TOKENS, **options).logits for c, w in ((config, weights), (larger, grown))
     )
-    np.testing.assert_allclose(
-        after[..., :V], before, atol=1e-5
-    )  # float32 products of another width
+    # float32 products of another width
+    np.testing.assert_allclose(after[..., :V], before, atol=1e-5)
     np.testing.assert_allclose(
         after[..., V:], jnp.broadcast_to(before.mean(-1, keepdims=True), (2, 7, 4)), atol=1e-4
     )

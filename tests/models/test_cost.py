@@ -44,9 +44,8 @@ def test_language_models_take_six_operations_a_parameter_and_token():
     and 12 L D T."""
     for config in (presets.gpt2_small, presets.gpt2_xl):
         N = params.count(models.spec(config)) - config.context_length * config.d_model
-        assert cost.training_flops(config, 0) == pytest.approx(
-            6 * N, rel=1e-3
-        )  # biases and norms multiply nothing
+        # biases and norms multiply nothing
+        assert cost.training_flops(config, 0) == pytest.approx(6 * N, rel=1e-3)
         attention = cost.training_flops(config, 1000) - cost.training_flops(config, 0)
         assert attention == 12 * config.num_layers * config.d_model * 1000
 

@@ -222,9 +222,8 @@ def explicit(positions, config):
 
     def attend(params, context, query, key, value, **options):
         distances = jnp.arange(T)[None, :] - jnp.arange(T)[:, None]
-        if isinstance(
-            positions, Alibi
-        ):  # Press et al. 2022: 4 heads have slopes 2^-2, 2^-4, 2^-6, 2^-8
+        # Press et al. 2022: 4 heads have slopes 2^-2, 2^-4, 2^-6, 2^-8
+        if isinstance(positions, Alibi):
             bias = (
                 -(jnp.float32(4.0) ** -jnp.arange(1, 5)[:, None, None]) * jnp.abs(distances)[None]
             )
@@ -240,8 +239,10 @@ def explicit(positions, config):
 @pytest.mark.thorough
 @biases
 def test_biases_of_positions_equal_an_explicit_array(name):
-    """Of every head and layer; all layers read one table. `attention_scale` is what multiplies the
-    scores."""
+    """Of every head and layer; all layers read one table.
+
+    `attention_scale` is what multiplies the scores.
+    """
     config = BIASES[name]
     parameters = random(config)
     assert ("shared" in parameters) == (name != "alibi")

@@ -150,9 +150,8 @@ def test_a_target_token_sees_those_before_it_and_all_of_the_source(name):
         other = np.asarray(apply(config, parameters, changed(target, k), source=source).logits)
         close(other[:, :k], alone(name)[:, :k])
         assert np.abs(other[:, k:] - alone(name)[:, k:]).max(axis=-1).min() > 1e-4
-    for k in range(
-        S
-    ):  # the encoder sees both ways, so that every target token depends on every source token
+    # the encoder sees both ways, so that every target token depends on every source token
+    for k in range(S):
         other = np.asarray(apply(config, parameters, target, source=changed(source, k)).logits)
         assert np.abs(other - alone(name)).max(axis=-1).min() > 1e-4
 

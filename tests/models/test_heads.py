@@ -376,8 +376,10 @@ def test_pooling_knows_its_ways():
 @pytest.mark.thorough
 @pytest.mark.parametrize("pool", ["first", "position_0"])
 def test_a_padded_slot_0_sees_the_rows_tokens(pool):
-    """BERT's code hides padding as keys only: as if the first slots were real, but no key. Nothing
-    else changes."""
+    """BERT's code hides padding as keys only: as if the first slots were real, but no key.
+
+    Nothing else changes.
+    """
     head = Classification(3, pool=pool)
     config = replace(CONFIG, num_layers=2, heads=(head,))
     p, text, pads = random(config), jnp.asarray(tokens()), 2

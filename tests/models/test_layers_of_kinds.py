@@ -186,9 +186,8 @@ def test_patterns_of_any_period_equal_a_loop(name):
     expected = norm(config, parameters["final_norm"], x)
     for changes in (dict(unroll=1), dict(unroll=config.num_layers), dict(unroll=2, remat="full")):
         found = apply(replace(config, **changes), parameters, tokens())
-        np.testing.assert_allclose(
-            found.hidden, expected, rtol=1e-4, atol=2e-5
-        )  # float32 sums in another order
+        # float32 sums in another order
+        np.testing.assert_allclose(found.hidden, expected, rtol=1e-4, atol=2e-5)
         assert (found.loss is None) == (not losses)
         if losses:
             np.testing.assert_allclose(found.loss, np.mean(losses), rtol=1e-5)
@@ -282,9 +281,10 @@ def test_a_pattern_with_a_mixer_that_cannot_decode_says_so():
         == 5
     )
     cache = decoding.init_cache(replace(BASE, mixer=(Linear(), Linear())), 1, 8)
+    # rows first
     assert len(cache.layers) == L and {leaf.shape[0] for leaf in jax.tree.leaves(cache.layers)} == {
         1
-    }  # rows first
+    }
 
 
 @pytest.mark.thorough
@@ -411,10 +411,11 @@ def test_parameters_of_one_name_that_are_no_rows_of_one_are_stored_apart():
         config = replace(BASE, mixer=kinds)
         assert set(models.spec(config)["layers"]) == {"0", "1"}
         assert np.isfinite(apply(config, random(config), tokens()).hidden).all()
+    # parameters that all layers share
     linformers = (
         Linformer(4, "layerwise"),
         Linformer(2, "layerwise"),
-    )  # parameters that all layers share
+    )
     with pytest.raises(
         ConfigError,
         match=r"shared parameter key_projection is .* in one part of a layer, .* in another",

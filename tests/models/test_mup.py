@@ -61,9 +61,8 @@ def test_what_starts_where_and_learns_how_fast():
         else:
             start, rate = r**-0.5, 1 / r
         assert leaf.rate == rate, path
-        np.testing.assert_allclose(
-            ours[path], start * standard[path], rtol=1e-6
-        )  # one rounding of float32
+        # one rounding of float32
+        np.testing.assert_allclose(ours[path], start * standard[path], rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -178,9 +177,8 @@ def test_training_is_that_of_mup():
     optimizer = optimizers.build(optimizers.Adam(b2=0.999, eps=1e-12), spec)
     state = optimizer.init(tree)
     for expected in kept["logits"]:
-        np.testing.assert_allclose(
-            logits(tree), expected, rtol=1e-3, atol=1e-4
-        )  # float32 against float64, Adam divides
+        # float32 against float64, Adam divides
+        np.testing.assert_allclose(logits(tree), expected, rtol=1e-3, atol=1e-4)
         updates, state = optimizer.update(jax.grad(loss)(tree), state, tree)
         tree = optax.apply_updates(tree, jax.tree.map(lambda u: mup.RATE * u, updates))
     assert np.abs(kept["logits"][-1] - kept["logits"][0]).max() > 0.15  # far beyond the tolerance

@@ -220,12 +220,12 @@ def test_an_edit_keeps_the_precision_and_the_shape_of_a_value(name):
             for d in (direction, direction.astype(jnp.bfloat16))
         )
         assert wide.dtype == jnp.bfloat16
+        # in bfloat16
         np.testing.assert_allclose(
             *(x.astype(jnp.float32) for x in (wide, narrow)), rtol=0.03, atol=0.05
-        )  # in bfloat16
-        with pytest.raises(
-            ConfigError, match=r"\[2, 1, 12\] in place of \[2, 6, 12\]"
-        ):  # was repeated for all tokens
+        )
+        # was repeated for all tokens
+        with pytest.raises(ConfigError, match=r"\[2, 1, 12\] in place of \[2, 6, 12\]"):
             run(path, lambda x, layer: x[:, :1])
 
 
@@ -268,9 +268,8 @@ def test_a_gradient_with_respect_to_an_intermediate(name):
     gradient, way = jax.grad(loss)(jnp.zeros(shape)), jax.random.normal(jax.random.key(0), shape)
     way = way / jnp.linalg.norm(way)
     slope = (loss(1e-2 * way) - loss(-1e-2 * way)) / 2e-2
-    assert float(jnp.sum(gradient * way)) == pytest.approx(
-        float(slope), rel=2e-2, abs=2e-3
-    )  # float32 differences
+    # float32 differences
+    assert float(jnp.sum(gradient * way)) == pytest.approx(float(slope), rel=2e-2, abs=2e-3)
 
 
 @pytest.mark.thorough

@@ -285,9 +285,8 @@ def test_bad_configs_are_refused_in_a_line(changes, said):
 )
 def test_masks_that_are_none_are_refused_in_a_line(wrong):
     config = replace(GPT)
-    object.__setattr__(
-        config, "masks", wrong
-    )  # the suite's own annotation checks stand before the constructor
+    # the suite's own annotation checks stand before the constructor
+    object.__setattr__(config, "masks", wrong)
     with pytest.raises(ConfigError, match=r"model\.masks=.*: expected a tuple of values") as caught:
         ModelConfig.__post_init__(config)
     assert "\n" not in str(caught.value)
@@ -320,8 +319,7 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
     }
     loops = {remat: program.as_text().count(" while(") for remat, program in programs.items()}
     assert loops["attention"] == loops["none"] < loops["full"] == loops["dots"]
-    for (
-        program
-    ) in programs.values():  # the same operations, which other fusions sum in another order
+    # the same operations, which other fusions sum in another order
+    for program in programs.values():
         same = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8)
         jax.tree.map(same, program(weights), programs["none"](weights))

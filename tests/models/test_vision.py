@@ -195,9 +195,8 @@ def test_a_reconstruction_puts_each_patch_where_it_was():
     expected = np.zeros((2, 4, 6, 3), np.float32)
     for down, across, c, y, x in np.ndindex(features.shape[1:]):
         expected[:, 2 * down + y, 2 * across + x, c] = features[:, down, across, c, y, x]
-    np.testing.assert_allclose(
-        output.heads["reconstruction"], expected, rtol=1e-5, atol=1e-5
-    )  # float32 sums
+    # float32 sums
+    np.testing.assert_allclose(output.heads["reconstruction"], expected, rtol=1e-5, atol=1e-5)
     images[:, :2, :2] += 1.0  # of the first patch, which is hidden
     other = models.apply(config, weights, jnp.asarray(images), inputs={"masked": jnp.asarray(hide)})
     np.testing.assert_array_equal(other.hidden, output.hidden)

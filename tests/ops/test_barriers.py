@@ -48,8 +48,10 @@ FUNCTIONS = {
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_barrier_and_no_fixed_layout(name, platform):
-    """Nor in the backward pass. On CPU they keep transposes out of products; elsewhere they would
-    keep fusions apart."""
+    """Nor in the backward pass.
+
+    On CPU they keep transposes out of products; elsewhere they would keep fusions apart.
+    """
     function, shapes = FUNCTIONS[name]
     floats = tuple(i for i, shape in enumerate(shapes) if jnp.issubdtype(shape.dtype, jnp.floating))
     loss = lambda *arrays: jnp.sum(function(*arrays).astype(jnp.float32))
@@ -62,9 +64,8 @@ def test_no_barrier_and_no_fixed_layout(name, platform):
     cpu_only = ("optimization_barrier", "LayoutConstraint")
     assert not any(word in text(platform) for word in cpu_only)
     if name not in ("linear", "blockwise"):  # have none on CPU either
-        assert any(
-            word in text("cpu") for word in cpu_only
-        )  # the words are those of this version of JAX
+        # the words are those of this version of JAX
+        assert any(word in text("cpu") for word in cpu_only)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -126,9 +126,10 @@ def test_operands_and_cotangents_that_do_not_fit_are_rounded_once(dtype):
     exact, magnitude = truth(spec, x, w, g)
     out, dx, dw = run(spec, x, w, g, jnp.float32)
     assert (np.abs(np.float64(out) - exact[0]) <= (u + SUMS) * magnitude[0] + TINY[dtype]).all()
+    # w, g and result
     assert (
         np.abs(np.float64(dx) - exact[1]) <= (3.01 * u + SUMS) * magnitude[1] + TINY[dtype]
-    ).all()  # w, g and result
+    ).all()
     assert (np.abs(np.float64(dw) - exact[2]) <= (u + SUMS) * magnitude[2] + TINY[dtype]).all()
 
 
@@ -195,9 +196,8 @@ def test_float32_keeps_narrow_parameters_narrow_and_float64_wide():
         x, w, g = operands("btd,df->btf", 0, jnp.float64, jnp.float64)
         exact, _ = truth("btd,df->btf", x, w, g)
         for ours, theirs in zip(run("btd,df->btf", x, w, g), exact, strict=True):
-            np.testing.assert_allclose(
-                ours, theirs, rtol=1e-13, atol=1e-14
-            )  # float64 sums of five terms
+            # float64 sums of five terms
+            np.testing.assert_allclose(ours, theirs, rtol=1e-13, atol=1e-14)
 
 
 def test_second_derivatives_in_float32():
@@ -205,9 +205,8 @@ def test_second_derivatives_in_float32():
     f = lambda w: jnp.sum(jnp.sin(einsum("btd,df->btf", x, w)))
     g = lambda w: jnp.sum(jnp.sin(jnp.einsum("btd,df->btf", x, w)))
     hessians = jax.jit(lambda w: (jax.hessian(f)(w), jax.hessian(g)(w)))(w)
-    np.testing.assert_allclose(
-        *hessians, rtol=1e-6, atol=1e-6
-    )  # the same sums, perhaps in another order
+    # the same sums, perhaps in another order
+    np.testing.assert_allclose(*hessians, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.thorough

@@ -81,9 +81,8 @@ def test_gelu_has_a_second_derivative():
     with jax.enable_x64(True):
         second = jax.jit(jax.vmap(jax.grad(jax.grad(ACTIVATIONS["gelu"]))))(jnp.asarray(X))
     expected = (2 - X**2) * np.exp(-(X**2) / 2) / math.sqrt(2 * math.pi)
-    np.testing.assert_allclose(
-        second, expected, rtol=1e-12, atol=1e-14
-    )  # a handful of float64 roundings
+    # a handful of float64 roundings
+    np.testing.assert_allclose(second, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.thorough

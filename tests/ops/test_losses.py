@@ -117,9 +117,8 @@ def test_gradient_in_float64(smoothing, z_loss):
         np.eye(11)[np.clip(labels, 0, 10)] * (1 - smoothing) + smoothing / 11,
     )
     expected = weights[..., None] * (p - target + 2 * z_loss * np.log(total) * p)
-    np.testing.assert_allclose(
-        ours, expected, rtol=1e-12, atol=1e-14
-    )  # a handful of float64 roundings
+    # a handful of float64 roundings
+    np.testing.assert_allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -140,9 +139,8 @@ def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
 def test_huge_logits_neither_overflow_nor_vanish():
     logits = jnp.array([[[1e4, 0.0, -1e4], [1e4, 0.0, -1e4]]])
     ours = jax.jit(jax.value_and_grad(lambda l: cross_entropy(l, jnp.array([[0, 2]])).loss))(logits)
-    np.testing.assert_array_equal(
-        ours[0], 2e4
-    )  # exactly 0 for the first token, 20,000 for the second
+    # exactly 0 for the first token, 20,000 for the second
+    np.testing.assert_array_equal(ours[0], 2e4)
     np.testing.assert_array_equal(ours[1], [[[0, 0, 0], [1, 0, -1]]])
 
 
@@ -158,8 +156,10 @@ def test_sums_do_not_care_how_the_batch_was_cut():
 
 @pytest.mark.thorough
 def test_labels_out_of_range_are_legal_where_their_weight_is_zero():
-    """-100 marks padding in half the world's data sets. Value and gradient are as if the token were
-    not there."""
+    """-100 marks padding in half the world's data sets.
+
+    Value and gradient are as if the token were not there.
+    """
     hidden, head, labels, weights = random(5)
     hidden, head, weights = floats(hidden, head, weights)
 
@@ -229,9 +229,8 @@ def test_correct_is_the_first_argmax(seed, V, dtype):
     (weights,) = floats(rng.uniform(size=(2, 6)))
     hits = (logits.argmax(-1) == labels) & ~np.isnan(logits).any(-1)
     ours = plain(jnp.asarray(logits, dtype), jnp.asarray(labels), weights)
-    np.testing.assert_allclose(
-        ours.correct, (hits * weights).sum(), rtol=1e-6
-    )  # float32 sums of twelve numbers
+    # float32 sums of twelve numbers
+    np.testing.assert_allclose(ours.correct, (hits * weights).sum(), rtol=1e-6)
 
 
 @pytest.mark.thorough
@@ -257,9 +256,8 @@ def test_labels_of_few_bits_and_of_any_rank():
         rng.integers(0, 256, 50).astype(np.uint8),
     )
     ours = plain(logits, jnp.asarray(labels))
-    np.testing.assert_allclose(
-        ours, witness(logits, labels, np.ones(50)), rtol=1e-5
-    )  # float32 sums of fifty losses
+    # float32 sums of fifty losses
+    np.testing.assert_allclose(ours, witness(logits, labels, np.ones(50)), rtol=1e-5)
 
 
 def value_and_gradients(loss, *args):
@@ -392,9 +390,8 @@ def test_narrow_hidden_states_with_a_float32_head(dtype, roundoff):
     assert sums.loss.dtype == d_head.dtype == jnp.float32 and d_hidden.dtype == dtype
     h, w = np.float64(hidden), np.float64(head)
     logits = h @ w.T
-    np.testing.assert_allclose(
-        sums, witness(logits, labels, np.ones((B, T))), rtol=1e-5
-    )  # exact products, float32 sums
+    # exact products, float32 sums
+    np.testing.assert_allclose(sums, witness(logits, labels, np.ones((B, T))), rtol=1e-5)
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     g = (p - np.eye(V)[labels]) / 235
     for ours, theirs in ((d_hidden, g @ w), (d_head, np.einsum("btv,btd->vd", g, h))):
@@ -454,9 +451,8 @@ def test_float16_gradients_are_formed_in_its_range(head_dtype, bound):
         rows = np.linalg.norm(np.float64(d_head) / factor - theirs, axis=1) / np.linalg.norm(
             theirs, axis=1
         )
-        assert (np.asarray(d_head) == 0).mean() < 0.01 and np.median(
-            rows
-        ) < 2.0**-10  # each token's row, not the largest
+        # each token's row, not the largest
+        assert (np.asarray(d_head) == 0).mean() < 0.01 and np.median(rows) < 2.0**-10
 
 
 @pytest.mark.thorough
@@ -480,9 +476,8 @@ def test_no_array_of_all_logits_exists():
     largest, memory = compiled(
         lambda h, w: cross_entropy(jnp.einsum("btd,vd->btv", h, w), labels).loss
     )
-    assert (
-        largest >= B * T * V and memory >= 4 * B * T * V
-    )  # the witness: this way of looking sees them
+    # the witness: this way of looking sees them
+    assert largest >= B * T * V and memory >= 4 * B * T * V
 
 
 @pytest.mark.parametrize(("V", "tokens"), [(50_257, 1024), (1000, 16_000)])
@@ -542,9 +537,8 @@ def test_a_profile_names_the_head_and_the_loss():
 def test_a_gpu_computes_the_same_in_its_own_way(choose_gpu):
     """Loss, weight, correct tokens and gradients, also of equal and infinite logits, and of an
     illegal label of weight 0."""
-    logits = np.round(np.random.default_rng(0).normal(size=(3, 40, 7)) * 2).astype(
-        np.float32
-    )  # many are equal
+    # many are equal
+    logits = np.round(np.random.default_rng(0).normal(size=(3, 40, 7)) * 2).astype(np.float32)
     logits[0, :3, 2], logits[1, 0] = -np.inf, -np.inf
     labels, weights = np.random.default_rng(1).integers(0, 7, (3, 40)), np.ones((3, 40), np.float32)
     labels[0, :3], weights[1, 0], labels[1, 0] = 3, 0, 7

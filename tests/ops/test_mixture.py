@@ -158,9 +158,8 @@ def test_routing():
     np.testing.assert_array_equal(experts, np.argsort(-np.asarray(logits), axis=-1)[..., :2])
     np.testing.assert_allclose(probabilities, softmax(np.float64(logits)), rtol=1e-6)
     chosen = np.take_along_axis(np.float64(logits), np.asarray(experts), -1)
-    np.testing.assert_allclose(
-        weights, softmax(chosen), rtol=1e-6
-    )  # Mixtral's form: a softmax over the chosen logits
+    # Mixtral's form: a softmax over the chosen logits
+    np.testing.assert_allclose(weights, softmax(chosen), rtol=1e-6)
     bare = route(logits, 2, normalise=False)
     np.testing.assert_allclose(
         bare.weights, np.take_along_axis(probabilities, np.asarray(experts), -1)
@@ -176,9 +175,8 @@ def test_the_order_of_tokens_does_not_matter():
     (out, statistics), (shuffled, again) = (
         run(y, *rest, jax.nn.silu, top_k=2) for y in (x, shuffle(x))
     )
-    np.testing.assert_allclose(
-        shuffled, shuffle(out), rtol=2e-5, atol=2e-5
-    )  # rows at other places in a product
+    # rows at other places in a product
+    np.testing.assert_allclose(shuffled, shuffle(out), rtol=2e-5, atol=2e-5)
     for a, b in zip(statistics, again, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -230,9 +228,8 @@ def test_a_mesh_drops_what_one_device_drops(axes, groups):
             args[0][rows], *args[1:], padding_mask=padding_mask[rows], **options
         )
         lost += len(dropped)
-        np.testing.assert_allclose(
-            out[rows], expected, rtol=2e-5, atol=2e-4
-        )  # sums of ten products of order ten
+        # sums of ten products of order ten
+        np.testing.assert_allclose(out[rows], expected, rtol=2e-5, atol=2e-4)
     np.testing.assert_allclose(statistics.dropped, lost / (2 * int(padding_mask.sum())), rtol=1e-6)
     alone = run(*args, jax.nn.silu, padding_mask=padding_mask, groups=groups, **options)[1]
     for name, value in alone._asdict().items():
@@ -332,9 +329,8 @@ def test_z_loss():
     exact = np.log(np.exp(np.float64(args[0]) @ np.float64(args[1])).sum(-1)) ** 2
     for flags in (jnp.ones((2, 9), bool), padding_mask):
         z = run(*args, jax.nn.silu, top_k=2, padding_mask=flags)[1].z
-        np.testing.assert_allclose(
-            z, exact[np.asarray(flags)].mean(), rtol=1e-5
-        )  # logits are float32 sums of six products
+        # logits are float32 sums of six products
+        np.testing.assert_allclose(z, exact[np.asarray(flags)].mean(), rtol=1e-5)
 
 
 @pytest.mark.thorough
@@ -436,9 +432,8 @@ def test_scanned_layers_are_the_unrolled_ones():
         *(jax.tree.leaves(jax.jit(jax.value_and_grad(f))(layers)) for f in (scanned, unrolled)),
         strict=True,
     ):
-        np.testing.assert_allclose(
-            a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()
-        )  # two layers of float32 sums
+        # two layers of float32 sums
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
 CONFIG = models.ModelConfig(
@@ -525,9 +520,8 @@ def test_one_expert_a_token_counts_whole():
             name: {"kernel": layer[name]["kernel"][expert]} for name in ("gate", "up", "down")
         }
         expected = feedforward.feedforward(one.feedforward, matrices, x[:, t : t + 1])
-        np.testing.assert_allclose(
-            ours[:, t : t + 1], expected, rtol=2e-5, atol=1e-6
-        )  # float32 sums
+        # float32 sums
+        np.testing.assert_allclose(ours[:, t : t + 1], expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.thorough

@@ -107,9 +107,8 @@ def test_narrow_inputs_are_rounded_once_at_the_end(dtype):
 
 def test_float16_squares_do_not_overflow():
     x = jnp.full((2, 8), 6e4, jnp.float16)
-    np.testing.assert_allclose(
-        np.float32(rms_norm(x, jnp.ones(8))), 1.0, rtol=2.0**-11
-    )  # float16 result
+    # float16 result
+    np.testing.assert_allclose(np.float32(rms_norm(x, jnp.ones(8))), 1.0, rtol=2.0**-11)
     assert np.isfinite(np.float32(layer_norm(x, jnp.ones(8)))).all()
 
 

@@ -50,9 +50,8 @@ def test_sinusoids_by_definition(layout, spacing):
     positions = np.array([[0, 1, 2, 511], [-7, 1000, 131_071, 10_000_000]])
     ours = sinusoidal(jnp.asarray(positions), 16, layout, spacing)
     assert ours.dtype == jnp.float32
-    for row, p in zip(
-        ours, positions, strict=True
-    ):  # angles up to pi, sines and cosines are rounded once each
+    # angles up to pi, sines and cosines are rounded once each
+    for row, p in zip(ours, positions, strict=True):
         np.testing.assert_allclose(row, table(p, 16, layout, spacing), rtol=0, atol=4e-7)
     other_base = sinusoidal(jnp.asarray(positions[:1]), 6, layout, spacing, base=100.0)[0]
     np.testing.assert_allclose(
@@ -84,9 +83,8 @@ def test_the_three_published_tables():
         ("half", "tensor2tensor"): [s(1), s(1e-4), c(1), c(1e-4)],
     }
     for (layout, spacing), row in rows.items():
-        np.testing.assert_allclose(
-            sinusoidal(one, 4, layout, spacing)[0, 0], row, rtol=1e-6
-        )  # float32 sine and cosine
+        # float32 sine and cosine
+        np.testing.assert_allclose(sinusoidal(one, 4, layout, spacing)[0, 0], row, rtol=1e-6)
 
 
 @settings(deadline=None, max_examples=10)
@@ -147,9 +145,8 @@ def test_rope_by_definition(layout, fraction):
     inverse = [500.0 ** (-2 * i / r) for i in range(r // 2)]
     expected = rotated(x, positions, inverse, layout)
     np.testing.assert_allclose(ours, expected, rtol=0, atol=np.abs(x).max() * 2 * angle_error(1000))
-    np.testing.assert_array_equal(
-        ours[..., r:], np.float32(x)[..., r:]
-    )  # the rest passes untouched
+    # the rest passes untouched
+    np.testing.assert_array_equal(ours[..., r:], np.float32(x)[..., r:])
     # a rotation keeps norms; three float32 roundings an entry
     np.testing.assert_allclose(np.linalg.norm(ours, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
 
@@ -309,11 +306,12 @@ SCALINGS = [
         yarn(4.0, 4096, 64.0, 2.0, False),
         0.1 * math.log(4.0) + 1,
     ),
+    # not one slow turn fits: the ramp runs backwards, as in transformers
     (
         YaRN(4.0, 3),
         PLAIN,
         0.1 * math.log(4.0) + 1,
-    ),  # not one slow turn fits: the ramp runs backwards, as in transformers
+    ),
     (YaRN(0.5, OLD, attention_factor=0.7), yarn(0.5, OLD), 0.7),
     (YaRN(0.5, OLD), yarn(0.5, OLD), 1.0),
     (Llama3(8.0, OLD, 4.0, 4.0), llama3(8.0, OLD, 4.0, 4.0), 1.0),
@@ -328,9 +326,8 @@ def test_scaling_formulas(scaling, expected, sharpen):
     np.testing.assert_allclose(inverse, expected, rtol=1e-13)  # float64 powers
     assert factor == pytest.approx(sharpen, rel=1e-15)
     partial, _ = rope_frequencies(64, Rope(theta=THETA, fraction=0.5, scaling=scaling))
-    np.testing.assert_array_equal(
-        partial, inverse
-    )  # exponents count rotated features, not the head
+    # exponents count rotated features, not the head
+    np.testing.assert_array_equal(partial, inverse)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
@@ -382,9 +379,8 @@ def test_scalings_that_read_the_positions_of_the_call(length, fraction):
 @given(seed=st.integers(0, 1000))
 def test_a_packed_segment_is_turned_as_it_is_alone(scaling, seed):
     rng = np.random.default_rng(seed)
-    ids = np.repeat(rng.integers(0, 4, 12), rng.integers(1, 8, 12))[
-        None, :20
-    ]  # 0: padding, which counts nowhere
+    # 0: padding, which counts nowhere
+    ids = np.repeat(rng.integers(0, 4, 12), rng.integers(1, 8, 12))[None, :20]
     ids = np.pad(ids, ((0, 0), (0, 20 - ids.shape[1])))
     x = jnp.asarray(rng.normal(size=(1, 20, 1, 32)), jnp.float32)
     found = turn(x, within_segments(jnp.asarray(ids)), Rope(scaling=scaling))
@@ -401,9 +397,8 @@ def test_yarn_sharpens_the_scores():
     x = jnp.asarray(rng.normal(size=(1, 3, 1, 32)), jnp.float32)
     ours = np.float64(turn(x, jnp.array([[0, 5, 90]]), Rope(scaling=YaRN(4.0, OLD))))
     growth = (0.1 * math.log(4.0) + 1) ** 2
-    np.testing.assert_allclose(
-        (ours**2).sum(-1), growth * (np.float64(x) ** 2).sum(-1), rtol=1e-6
-    )  # float32 rotation
+    # float32 rotation
+    np.testing.assert_allclose((ours**2).sum(-1), growth * (np.float64(x) ** 2).sum(-1), rtol=1e-6)
     expected = rotated(x, np.array([[0, 5, 90]]), yarn(4.0, OLD), "half", math.sqrt(growth))
     np.testing.assert_allclose(ours, expected, rtol=0, atol=5 * angle_error(90))
 

@@ -64,9 +64,8 @@ def torch_forward(source, target, shown, w, first):
             source, lambda x, p=p: attend(x, x, f"{p}.self_attn", shown), f"{p}.norm1"
         )
         source = residual(source, lambda x, p=p: feed(x, p), f"{p}.norm2")
-    source = norm(
-        source, "encoder.norm"
-    )  # torch has it after post-norm layers too; the paper does not
+    # torch has it after post-norm layers too; the paper does not
+    source = norm(source, "encoder.norm")
     for i in range(m.LAYERS):
         p = f"decoder.layers.{i}"
         target = residual(
@@ -117,9 +116,8 @@ def test_torch_scaled_dot_product_attention():
         for name in ("grouped", "is_causal", "nothing_seen"):
             np.testing.assert_allclose(ours[name], w[name], err_msg=name, **FLOAT64)
         assert (w["nothing_seen"][:, 1] == 0).all()
-        assert (
-            np.abs(ours["bottom right"] - w["is_causal"]).max() > 1e-2
-        )  # ours without at(0), which decoding needs
+        # ours without at(0), which decoding needs
+        assert np.abs(ours["bottom right"] - w["is_causal"]).max() > 1e-2
 
 
 @pytest.mark.thorough

@@ -141,9 +141,8 @@ def test_attention_gradients(x64, dtype, tolerance):
     A = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     dA = dO @ v.T
     delta = (dA * A).sum(-1, keepdims=True)
-    np.testing.assert_allclose(
-        delta, (dO * (A @ v)).sum(-1, keepdims=True), rtol=1e-12
-    )  # rowsum(dO O), the same number
+    # rowsum(dO O), the same number
+    np.testing.assert_allclose(delta, (dO * (A @ v)).sum(-1, keepdims=True), rtol=1e-12)
     dS = A * (dA - delta)
     expected = dS @ k / np.sqrt(2), dS.T @ q / np.sqrt(2), A.T @ dO, dS
 
@@ -159,8 +158,10 @@ def test_attention_gradients(x64, dtype, tolerance):
 @PRECISIONS
 @pytest.mark.parametrize("placement", ["none", "pre", "post"])
 def test_residual_jacobian(x64, placement, dtype, tolerance):
-    """x + f(x): dL/dx = dL/dy (I + J_f). Post-norm multiplies from the left by the Jacobian of the
-    norm, pre-norm does not."""
+    """x + f(x): dL/dx = dL/dy (I + J_f).
+
+    Post-norm multiplies from the left by the Jacobian of the norm, pre-norm does not.
+    """
     rng = np.random.default_rng(1)
     d, eps = 5, 1e-5
     x, scale, dy = rng.normal(size=(3, d))

@@ -68,9 +68,8 @@ def sent(config, **axes):
 
 @pytest.mark.thorough
 def test_data_sums_every_gradient_once():
-    assert sent(CONFIG, data=4) == {
-        ("all-reduce", ("data",)): (6, 4 * NUMBERS + 8)
-    }  # and two sums of the loss
+    # and two sums of the loss
+    assert sent(CONFIG, data=4) == {("all-reduce", ("data",)): (6, 4 * NUMBERS + 8)}
 
 
 @pytest.mark.thorough
@@ -83,9 +82,8 @@ def test_fsdp_gathers_each_weight_once_a_pass_and_scatters_each_gradient_once(re
     outside = 2 + 2  # tokens and head; the last norm's scale, which both passes need
     assert found.pop(("all-gather", ("fsdp",)))[0] == L * (KERNELS + NORMS + again) + outside
     norms = (L * NORMS + 1) * D
-    scattered = (
-        4 * (NUMBERS - V * D - norms) // 4
-    )  # all but the embedding's table, whose columns are looked up
+    # all but the embedding's table, whose columns are looked up
+    scattered = 4 * (NUMBERS - V * D - norms) // 4
     assert found.pop(("reduce-scatter", ("fsdp",))) == (L * KERNELS + 1, scattered)
     assert found.pop(("all-to-all", ("fsdp",))) == (2, 2 * 4 * tokens // 4 * D)
     assert found.pop(("all-reduce", ("fsdp",)))[1] == 4 * norms + 8
@@ -120,9 +118,8 @@ def test_stages_hand_on_once_a_tick():
     found = sent(replace(CONFIG, stack=Pipeline()), stage=4)
     ticks, entering = 4 + 3, 3
     assert found.pop(("collective-permute", ("stage",)))[0] == 2 * (ticks + 2 * entering)
-    outside = (
-        2 * 64 * 32 + 32
-    )  # embedding, head and last norm, of which every stage has a part of the batch
+    # embedding, head and last norm, of which every stage has a part of the batch
+    outside = 2 * 64 * 32 + 32
     assert found == {("all-reduce", ("stage",)): (2, 4 * outside + 8)}
 
 
@@ -165,10 +162,11 @@ def test_tpu_programs_scatter_what_they_sum():
         [sys.executable, "-c", COMPILED, json.dumps(meshes)], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
+    # numbers in products of layers; in embedding and head
     kernels, table = (
         4 * (4 * 512**2 + 3 * 512 * 1024),
         1024 * 512,
-    )  # numbers in products of layers; in embedding and head
+    )
     little = 2**16  # norms, sums of the loss
     for mesh, line in zip(meshes, run.stdout.splitlines(), strict=True):
         found = {(kind, tuple(axes)): size for kind, axes, size in json.loads(line)}

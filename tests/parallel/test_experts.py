@@ -125,13 +125,16 @@ def crowded(factor, x, padding_mask, *weights):
 @pytest.mark.parametrize("B", [8, 1])
 @pytest.mark.parametrize("factor", [1.0, 1.2])
 def test_a_device_drops_what_comes_after_its_last_row(factor, B):
-    """8 sequences: each half (`data`) is a group of four devices. One sequence: every device sees
-    it whole."""
+    """8 sequences: each half (`data`) is a group of four devices.
+
+    One sequence: every device sees it whole.
+    """
+    # a busy expert, little padding
     x, padding_mask, router = (
         X[:B] + 0.5,
         REAL[:B].at[:, 1:].set(True),
         WEIGHTS[0],
-    )  # a busy expert, little padding
+    )
     groups = 2 if B == 8 else 1
     tokens = B * 16 // groups
     _, chosen, _ = ops.route(jnp.einsum("btd,de->bte", x, router), 2)
@@ -309,8 +312,10 @@ def sent(axes, capacity, f=None):
 
 @pytest.mark.thorough
 def test_a_capacity_takes_two_all_to_alls_where_each_device_has_a_group():
-    """16 tokens a device, 2 choices of 8 experts: room for 4, so 8 x 4 x 16 floats each way. And
-    the router is gathered."""
+    """16 tokens a device, 2 choices of 8 experts: room for 4, so 8 x 4 x 16 floats each way.
+
+    And the router is gathered.
+    """
     found = sent(dict(expert=8), 1.0)
     assert found.pop(("all-to-all", ("expert",))) == (2, 2 * E * 4 * D * 4)
     assert found.pop(("all-gather", ("expert",))) == (1, D * E * 4) and not found
@@ -334,9 +339,8 @@ def test_fsdp_gathers_each_weight_once_and_scatters_its_gradient():
     assert found[("reduce-scatter", ("fsdp",))] == (3, whole // 2)
     assert found[("all-to-all", ("expert",))][0] == 4
     tensor = sent(dict(tensor=2, expert=4), 1.0, "gradient")
-    assert (
-        tensor[("all-reduce", ("tensor",))][0] <= 3
-    )  # outputs, gradients of x, and of the weights of choices
+    # outputs, gradients of x, and of the weights of choices
+    assert tensor[("all-reduce", ("tensor",))][0] <= 3
 
 
 AOT = """

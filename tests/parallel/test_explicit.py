@@ -85,9 +85,8 @@ def test_a_function_alone_is_valid_under_explicit_axes(name):
         ]
         many = block_if_simulated(step(*split))
     assert many[0][1].sharding.is_equivalent_to(NamedSharding(mesh, expected), many[0][1].ndim)
-    tolerance = (
-        2e-2 if "bfloat16" in name else 1e-5
-    )  # 8 bits of mantissa; float32 sums in another order
+    # 8 bits of mantissa; float32 sums in another order
+    tolerance = 2e-2 if "bfloat16" in name else 1e-5
     for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1.0, np.abs(b).max()))
@@ -109,6 +108,5 @@ def test_a_mesh_may_be_somebody_elses(kind):
                 jax.device_put(weights, NamedSharding(mesh, P())), split
             )
         )
-    np.testing.assert_allclose(
-        many.logits, one, rtol=1e-5, atol=1e-5
-    )  # float32 sums in another order
+    # float32 sums in another order
+    np.testing.assert_allclose(many.logits, one, rtol=1e-5, atol=1e-5)

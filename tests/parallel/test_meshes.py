@@ -141,9 +141,8 @@ def test_a_mesh_gives_the_loss_and_gradient_of_one_device(name, axes, kind):
         )
     # float32 sums in another order: some 1e-7 relative, a few layers deep
     np.testing.assert_allclose(many, one, rtol=1e-6)
-    largest = max(
-        float(np.abs(leaf).max()) for leaf in jax.tree.leaves(gradient)
-    )  # a key bias has no gradient of its own
+    # a key bias has no gradient of its own
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(gradient))
     for path, leaf in params.paths(gradient).items():
         np.testing.assert_allclose(
             params.paths(split)[path], leaf, rtol=1e-5, atol=2e-6 * largest, err_msg=path

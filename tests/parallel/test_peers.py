@@ -146,8 +146,10 @@ def test_a_failure_of_one_reaches_those_who_wait_at_once(ends):
 @pytest.mark.thorough
 @pytest.mark.parametrize("deaf", [0, 1])
 def test_a_link_that_is_half_gone_is_gone(ends, deaf):
-    """One direction of the network is cut. The side that hears nothing ends, and its peer as well,
-    by name."""
+    """One direction of the network is cut.
+
+    The side that hears nothing ends, and its peer as well, by name.
+    """
     members = links(2, silence=0.5)
     members[deaf].links[1 - deaf].pull = lambda: None  # nothing arrives any more
     until(lambda: len(ends) == 2)
@@ -206,9 +208,8 @@ def test_all_stop_after_the_same_step(ends, done):
     for one, step in zip(members, done, strict=True):
         if step >= 0:
             assert one.after(step) == 0
-    os.write(
-        members[2]._waker.fileno(), bytes([15])
-    )  # what Python writes there when the signal comes
+    # what Python writes there when the signal comes
+    os.write(members[2]._waker.fileno(), bytes([15]))
     until(lambda: all(one._stop_after is not None for one in members))
 
     def train(one):

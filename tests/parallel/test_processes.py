@@ -270,9 +270,8 @@ def test_a_process_that_died_before_the_others_came_may_come_again():
     time.sleep(0.2)
     early.close()
     joined = [join(1, 3, port)]
-    time.sleep(
-        1.0
-    )  # were 2 there before 1 had come again, the run would begin with the dead one, and end
+    # were 2 there before 1 had come again, the run would begin with the dead one, and end
+    time.sleep(1.0)
     joined.append(join(2, 3, port))
     for thread in (hub, *(thread for thread, _ in joined)):
         thread.join(timeout=60)

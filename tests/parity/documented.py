@@ -341,9 +341,8 @@ def draw(family: str, seed: int) -> Drawn:
                 if isinstance(module, torch.nn.Embedding):
                     module.padding_idx = None
             call, real = arguments(family, kind.__name__, model.config, r)
-            if (
-                family == "reformer"
-            ):  # in float32 the sums of its rounds are rounded to 0.008, beside scores of -1e5
+            # in float32 the sums of its rounds are rounded to 0.008, beside scores of -1e5
+            if family == "reformer":
                 model = model.double()
             outputs = run(model, call)
         except Exception:  # theirs refuses it too: no model
@@ -460,10 +459,11 @@ def compare(drawn: Drawn) -> tuple[str, str]:
             folder / "ours", **exact(drawn.model.config.model_type)
         ).eval()
         again = run(again.to(drawn.model.dtype), drawn.call)
+        # an activation may be saved under the other of its names
         for (
             name,
             theirs,
-        ) in drawn.outputs.items():  # an activation may be saved under the other of its names
+        ) in drawn.outputs.items():
             if not np.abs(again[name] - theirs).max() <= tolerance(theirs):
                 return "wrong", f"saved by us, it gives another {name} there"
     except ConfigError as error:

@@ -63,9 +63,8 @@ def both(name):
     model = kind(kind.config_class(**SHARED, **FAMILIES[name], **EXACT)).eval()
     redraw(model, 3)
     layers = 3 if model.config.tie_word_embeddings else 1
-    for parameter in tensors(
-        model
-    ):  # of a tied table as large as the layers, a model repeats its last token
+    # of a tied table as large as the layers, a model repeats its last token
+    for parameter in tensors(model):
         parameter.data *= (
             0.5
             if parameter is model.get_input_embeddings().weight
@@ -88,9 +87,8 @@ def theirs(name, prompts, how, steps, stop_tokens, **options):
     import torch
 
     model = both(name)[0]
-    side = (
-        -1 if model.config.is_encoder_decoder else 1
-    )  # sources are padded on the right, prompts on the left
+    # sources are padded on the right, prompts on the left
+    side = -1 if model.config.is_encoder_decoder else 1
     ids, mask = (
         np.flip(x, axis=1) if side < 0 else x for x in padded([p[::side] for p in prompts])
     )
@@ -115,9 +113,8 @@ def theirs(name, prompts, how, steps, stop_tokens, **options):
     for text, score in zip(sequences.tolist(), scores.tolist(), strict=True):
         end = next((i + 1 for i, token in enumerate(text) if token in stop_tokens), len(text))
         assert all(token == PAD for token in text[end:]) or not stop_tokens
-        cut = (
-            end - 1 if end and text[end - 1] in stop_tokens else end
-        )  # ours leaves the stop token out
+        # ours leaves the stop token out
+        cut = end - 1 if end and text[end - 1] in stop_tokens else end
         rows.append((text[:cut], score))
     return [rows[i : i + how.n_best] for i in range(0, len(rows), how.n_best)]
 
@@ -143,18 +140,18 @@ def assert_same(found, expected, scored=True):
     for ours, theirs in zip(found, expected, strict=True):
         assert [text for text, _ in ours] == [text for text, _ in theirs]
         if scored:
+            # two float32 models
             np.testing.assert_allclose(
                 [s for _, s in ours], [s for _, s in theirs], atol=1e-4, rtol=0
-            )  # two float32 models
+            )
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_same_texts_and_scores(name, early_stopping):
     stops = [(), tuple(likely(name)[1:2]), tuple(likely(name)[:1])]
-    sizes = (
-        ((4, 3), (8, 8)) if early_stopping is False else ((4, 3),)
-    )  # a program takes some seconds to compile
+    # a program takes some seconds to compile
+    sizes = ((4, 3), (8, 8)) if early_stopping is False else ((4, 3),)
     searches = itertools.product(sizes, (0.0, 1.0, 0.6, 2.0, -1.0))
     for i, ((beams, n_best), penalty) in enumerate(searches):
         options = (
@@ -179,9 +176,8 @@ def test_several_stop_tokens_make_no_copies(name):
     for row, other in zip(found, expected, strict=True):
         texts = [tuple(text) for text, _ in row]
         assert len(set(texts)) == len(texts)
-        assert (
-            max(score for _, score in row) > max(score for _, score in other) - 1e-4
-        )  # two float32 models
+        # two float32 models
+        assert max(score for _, score in row) > max(score for _, score in other) - 1e-4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -204,11 +200,12 @@ def test_the_same_texts_with_filters(name):
             dict(repetition_penalty=1.7, no_repeat_ngram_size=2, min_new_tokens=4),
             EQUAL,
         ),
+        # theirs forces after one token
         (
             (ForcedPrefix([first]),),
             dict(forced_bos_token_id=first),
             [[3], [1], [4]],
-        ),  # theirs forces after one token
+        ),
     ]
     for filters, options, prompts in cases:
         how = Beams(4, 4, 1.0, False)

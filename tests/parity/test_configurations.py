@@ -74,12 +74,13 @@ IRRELEVANT = {
         "pretraining_tp",
     ),
     *("classifier_dropout", "embd_pdrop", "summary_first_dropout", "reorder_and_upcast_attn"),
+    # of GPT2DoubleHeadsModel, refused
     *(
         "summary_type",
         "summary_use_proj",
         "summary_activation",
         "summary_proj_to_labels",
-    ),  # of GPT2DoubleHeadsModel, refused
+    ),
     *("output_router_logits", "router_jitter_noise", "axial_norm_std", "chunk_size_lm_head"),
     *("lsh_attention_probs_dropout_prob", "local_attention_probs_dropout_prob"),
 }
@@ -132,11 +133,12 @@ def test_every_activation_without_parameters_is_computed():
     from jaxformer.families.settings import ACTIVATION
     from jaxformer.ops.feedforward import ACTIVATIONS as OURS
 
+    # trained; a router's
     assert ACT2FN.keys() - ACTIVATION.keys() == {
         "prelu",
         "xielu",
         "sqrtsoftplus",
-    }  # trained; a router's
+    }
     x = np.linspace(-12, 12, 241, dtype=np.float32)
     for name, ours in ACTIVATION.items():
         expected = ACT2FN[name](torch.from_numpy(x)).numpy()

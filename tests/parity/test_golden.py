@@ -65,9 +65,8 @@ def test_saved_by_us_opens_in_transformers(name, tmp_path):
     families.save(tmp_path / "ours", families.load(golden.folder(name)))
     answered, warned = _answers(golden.folder(name), name, True)
     ours, warned_of_ours = _answers(tmp_path / "ours", name, True)
-    assert set(warned_of_ours) <= set(
-        warned
-    )  # of every T5 with its own head transformers warns, its own files too
+    # of every T5 with its own head transformers warns, its own files too
+    assert set(warned_of_ours) <= set(warned)
     assert sorted(ours) == sorted(answered)
     for key in answered:
         # no weight is rounded on the way there and back

@@ -63,12 +63,13 @@ def test_the_same_tokens_are_left(name):
         np.testing.assert_array_equal(*both(name, MinP(p), hf.MinPLogitsWarper(p)))
     for p in SHARES:
         assert_a_few_apart(name, *both(name, TopP(p), hf.TopPLogitsWarper(p)))
+    # in float32 torch's running sum is off by 7e-6, the mass of 31 tokens
     for mass in (
         1e-3,
         0.2,
         0.9,
         0.999,
-    ):  # in float32 torch's running sum is off by 7e-6, the mass of 31 tokens
+    ):
         assert_a_few_apart(
             name, *both(name, Typical(mass), hf.TypicalLogitsWarper(mass), np.float64)
         )
@@ -97,9 +98,8 @@ def assert_same(ours, theirs, texts, logits):
         expected = theirs(prompt)(torch.tensor([text]), torch.from_numpy(logits[row : row + 1]))[
             0
         ].numpy()
-        np.testing.assert_allclose(
-            left[row], expected, rtol=2e-7, err_msg=str(row)
-        )  # a product, rounded once
+        # a product, rounded once
+        np.testing.assert_allclose(left[row], expected, rtol=2e-7, err_msg=str(row))
 
 
 @pytest.mark.parametrize("ties", [False, True])

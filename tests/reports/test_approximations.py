@@ -32,9 +32,8 @@ def test_causal_random_features_do_not_see_later_keys():
     attend = lambda k, v: zoo.performer.attention(q, k, v, projection(), mask=masks.causal())
     later = attend(k.at[:, 5:].set(5.0), v.at[:, 5:].set(9.0))
     np.testing.assert_allclose(attend(k, v)[:, :5], later[:, :5], atol=1e-6)
-    exact = ops.attention(
-        0.3 * q, k, v, mask=masks.causal()
-    )  # and it still approximates the softmax
+    # and it still approximates the softmax
+    exact = ops.attention(0.3 * q, k, v, mask=masks.causal())
     many = zoo.performer.attention(0.3 * q, k, v, projection(2048), mask=masks.causal())
     assert np.abs(many - exact).mean() < 0.03
 

@@ -1,5 +1,7 @@
-"""Caches of keys and values: what users of other projects reported. What is read in pieces is what
-is read at once."""
+"""Caches of keys and values: what users of other projects reported.
+
+What is read in pieces is what is read at once.
+"""
 
 import sys
 from dataclasses import replace
@@ -69,9 +71,8 @@ def read_in_pieces(config, tokens, sizes, **options):
 
 
 def close(found, expected):
-    np.testing.assert_allclose(
-        found, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max()
-    )  # sums of float32
+    # sums of float32
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5 * np.abs(expected).max())
 
 
 def naive(config, prompt, count):
@@ -179,6 +180,7 @@ def test_pieces_longer_than_the_window():
 @pytest.mark.thorough
 def test_a_full_ring_takes_tokens_back():
     config = replace(TINY, masks=(causal() & masks.window(4),))
+    # look-up proposes what followed, and is mostly wrong
     prompt = [
         1,
         2,
@@ -192,7 +194,7 @@ def test_a_full_ring_takes_tokens_back():
         5,
         1,
         2,
-    ]  # look-up proposes what followed, and is mostly wrong
+    ]
     (greedy,) = generate(config, drawn(config), [prompt], 14, sampling=GREEDY)
     drafted = speculate(
         config, drawn(config), [prompt], 14, draft=Lookup(2), ahead=5, sampling=GREEDY

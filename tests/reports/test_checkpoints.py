@@ -20,8 +20,9 @@ from jaxformer.models import ModelConfig
 from jaxformer.models.adaptation import Lora
 from jaxformer.runs import checkpoint, checkpoint_reader
 from jaxformer.runs.checkpoint import Manager
-from jaxformer.runs.run import Run, neighbours, warn_of_order
+from jaxformer.runs.run import Run, neighbours
 from jaxformer.runs.run_folder import RunFolder
+from jaxformer.runs.same_data import warn_of_order
 from jaxformer.training import Experiment
 from jaxformer.training.recipe import build
 from jaxformer.training.step import abstract_state
@@ -66,10 +67,11 @@ def test_a_mean_is_of_neighbours():
                     ConfigError, match=r"no mean of .* kept are .*; --checkpoints.keep-latest"
                 ):
                     neighbours(folder, kept, 1000, 100, count)
+    # the last step, between two multiples
     assert neighbours(folder, [800, 900, 1000], 950, 100, 3) == [
         900,
         800,
-    ]  # the last step, between two multiples
+    ]
     with pytest.raises(ConfigError, match="and more than there were"):
         neighbours(folder, [100], 100, 100, 2)
 
@@ -172,9 +174,8 @@ def test_worse_steps_are_kept_to_go_on_from(tmp_path):
 @pytest.mark.report("OpenPipe/ART#117", right="the best step is known from the checkpoints alone")
 def test_the_best_needs_no_other_file(tmp_path):
     save(tmp_path / "a", [(10, 1.0), (20, 2.0)], score="loss")
-    shutil.copytree(
-        tmp_path / "a", tmp_path / "b"
-    )  # without the record, the lock and whatever else
+    # without the record, the lock and whatever else
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert save(tmp_path / "b", [(30, 3.0), (40, 4.0)], score="loss") == [10, 40]
 
 
@@ -319,8 +320,10 @@ class Split:
     ),
 )
 def test_a_run_that_goes_on_in_another_order_says_so(caplog):
-    """Such a checkpoint names no order. Smaller splits, and those that choose for themselves, have
-    the order they had."""
+    """Such a checkpoint names no order.
+
+    Smaller splits, and those that choose for themselves, have the order they had.
+    """
     chooses = Split(10**6)
     chooses.batch_indices = lambda seed, size: None
     large, small = Split(65_537), Split(65_536)

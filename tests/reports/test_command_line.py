@@ -17,7 +17,7 @@ import pytest
 from jaxformer import cli, config
 from jaxformer.cli import arguments, runs
 from jaxformer.cli.arguments import Parser, read_experiment
-from jaxformer.runs.metrics import Console
+from jaxformer.runs.reporter import Console
 from tests.tiny import furnish
 
 ROOT = Path(__file__).parents[2]

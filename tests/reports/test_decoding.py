@@ -28,6 +28,7 @@ from jaxformer.decoding import (
     search,
     speculate,
 )
+from jaxformer.decoding.arguments import as_filters, as_key
 from jaxformer.decoding.filters import (
     BadWords,
     ForcedPrefix,
@@ -40,7 +41,6 @@ from jaxformer.decoding.filters import (
     TopP,
     Typical,
 )  # fmt: skip
-from jaxformer.decoding.generate import as_filters, as_key
 from jaxformer.decoding.sampling import draw
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import (
@@ -515,9 +515,8 @@ def test_prompts_and_stop_tokens_may_be_arrays(as_users_call, array):
     lists = generate(TINY, params(), prompts, 4, sampling=GREEDY, stop_tokens=stops)
     for same in (array(prompts), [array(prompt) for prompt in prompts]):
         assert generate(TINY, params(), same, 4, sampling=GREEDY, stop_tokens=array(stops)) == lists
-        with pytest.raises(
-            ConfigError, match="stop_tokens: 9 is outside"
-        ):  # as many as compile nothing new
+        # as many as compile nothing new
+        with pytest.raises(ConfigError, match="stop_tokens: 9 is outside"):
             generate(TINY, params(), same, 4, stop_tokens=array([1, 2, 3, 4, 5, 6, 0, 9]))
     assert (
         generate(

@@ -35,9 +35,10 @@ from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import Mesh
 from jaxformer.runs import checkpoint, checks, loop
 from jaxformer.runs.goodput import Goodput
-from jaxformer.runs.metrics import Console, Record, read_records
-from jaxformer.runs.run import evaluator, examples_scored, new_names
+from jaxformer.runs.metrics import Record, read_records
+from jaxformer.runs.reporter import Console
 from jaxformer.runs.run_folder import RunFolder, other_text
+from jaxformer.runs.scores import evaluator, examples_scored, new_names
 from jaxformer.training import Checkpoints, Experiment, MaskedTokens
 from jaxformer.training.recipe import build, in_micro_batches
 from jaxformer.training.step import TrainState
@@ -118,9 +119,8 @@ def test_what_was_scored_stands_beside_the_score(run):
     records = [
         line for line in read_records(run.folder / "metrics.jsonl") if "validation_loss" in line
     ]
-    assert {line["validation_examples"] for line in records} == {
-        8
-    }  # the last one, too: a curve is of one text
+    # the last one, too: a curve is of one text
+    assert {line["validation_examples"] for line in records} == {8}
     assert records[-1]["validation_loss"] != pytest.approx(result["loss"], rel=1e-6)
 
 

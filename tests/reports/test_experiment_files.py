@@ -74,13 +74,11 @@ def test_a_helper_belongs_to_the_file_beside_it(folder):
         )
         assert type(pickle.loads(pickle.dumps(own))) is type(own)  # each has a module of its own
     described = [config.describe(source.experiment) for source in sources.values()]
-    assert (
-        described[0]["part"] == described[1]["part"]
-    )  # the same code has the same fingerprint wherever it lies
+    # the same code has the same fingerprint wherever it lies
+    assert described[0]["part"] == described[1]["part"]
     (folder / "four").mkdir()
-    with pytest.raises(
-        config.ConfigError, match="No module named 'helper'"
-    ):  # forgotten: not that of a neighbour
+    # forgotten: not that of a neighbour
+    with pytest.raises(config.ConfigError, match="No module named 'helper'"):
         config.read(write(folder / "four" / "mine.py", "import helper"))
 
 
@@ -170,9 +168,8 @@ def test_an_edited_helper_is_imported_again(folder):
     assert [source.experiment.part(1) for source in sources] == [1, 2, 3]
     assert len(set(descriptions)) == 3  # each is described by the text that ran
     assert len({source.imports[str(helper)] for source in sources}) == 3
-    assert (
-        config.read(path).experiment.part is sources[-1].experiment.part
-    )  # nothing was edited: the same modules
+    # nothing was edited: the same modules
+    assert config.read(path).experiment.part is sources[-1].experiment.part
 
 
 @pytest.mark.report(

@@ -68,9 +68,8 @@ def exported(tmp_path_factory):
 
 
 def close(one, other):
-    np.testing.assert_allclose(
-        np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5
-    )  # float32, other fusions
+    # float32, other fusions
+    np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.thorough

@@ -410,9 +410,8 @@ def test_heads_that_the_class_does_not_have_are_left_out(tmp_path, caplog):
     stray = {"bert.encoder.layer.0.extra.weight": np.ones(3, np.float32)}
     with pytest.raises(ConfigError, match=r"extra\.weight"):
         families.load(change_tensors(folder, lambda tensors: tensors | stray))
-    part = {
-        "cls.predictions.transform.extra": np.ones(3, np.float32)
-    }  # of a head that the class has
+    # of a head that the class has
+    part = {"cls.predictions.transform.extra": np.ones(3, np.float32)}
     with pytest.raises(ConfigError, match=r"transform\.extra"):
         families.load(
             change_tensors(saved(tmp_path / "b", BERT, "bert"), lambda tensors: tensors | part)
@@ -509,9 +508,8 @@ def test_the_weights_say_whether_the_head_is_tied(tmp_path):
     assert not loaded.config.tie_embeddings
     assert same(loaded.params, drawn(LLAMA))
     copy = lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    assert families.load(
-        change_tensors(folder, copy)
-    ).config.tie_embeddings  # a second copy of the table
+    # a second copy of the table
+    assert families.load(change_tensors(folder, copy)).config.tie_embeddings
     change(folder, {"tie_word_embeddings": False})
     change_tensors(
         folder, lambda tensors: {k: v for k, v in tensors.items() if k != "lm_head.weight"}

@@ -66,11 +66,12 @@ def test_numbers_as_names_are_in_order(tmp_path):
     names = [str(number) for number in range(11)]
     assert opened(tmp_path, texts(names[::-1]), classes=11).train.labels == list(range(11))[::-1]
     assert opened(tmp_path, texts(["5", "1", "3"]), classes=5).train.labels == [2, 0, 1]
+    # not all are numbers: the alphabet
     assert opened(tmp_path, texts(["10", "9", "b"])).train.labels == [
         0,
         1,
         2,
-    ]  # not all are numbers: the alphabet
+    ]
 
 
 @pytest.mark.report(

@@ -145,9 +145,8 @@ def test_the_update_is_scaled_by_alpha_over_rank():
     )
     before = tree["weights"]["layers"]["attention"]["query"]["kernel"]
     expected = before + 6 / 4 * np.einsum("ldr,lrnh->ldnh", a, b)
-    np.testing.assert_allclose(
-        np.asarray(merged), expected, rtol=1e-5, atol=1e-5
-    )  # float32 against float64
+    # float32 against float64
+    np.testing.assert_allclose(np.asarray(merged), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.report(

@@ -106,9 +106,8 @@ def test_first_and_last_class_count():
         sums = cross_entropy(LOGITS, jnp.full(5, label))
         np.testing.assert_allclose(sums.loss, by_hand(LOGITS, [label] * 5).sum(), rtol=1e-6)
         assert sums.weight == 5
-    assert np.isnan(
-        cross_entropy(LOGITS, jnp.full(5, V)).loss
-    )  # seen, not clipped to the last class
+    # seen, not clipped to the last class
+    assert np.isnan(cross_entropy(LOGITS, jnp.full(5, V)).loss)
 
 
 @pytest.mark.report(
@@ -290,9 +289,8 @@ def test_forward_mode_of_the_projected_loss_says_what_to_take():
     loss = lambda hidden: projected_cross_entropy(hidden, head, LABELS[None]).loss
     with pytest.raises(NotImplementedError, match="projected_cross_entropy: no forward mode"):
         jax.jvp(loss, (hidden,), (hidden,))
-    assert jnp.isfinite(
-        jax.grad(lambda h: jnp.vdot(jax.grad(loss)(h), h))(hidden)
-    ).all()  # in reverse, twice
+    # in reverse, twice
+    assert jnp.isfinite(jax.grad(lambda h: jnp.vdot(jax.grad(loss)(h), h))(hidden)).all()
 
 
 @pytest.mark.report(

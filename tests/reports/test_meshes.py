@@ -67,9 +67,8 @@ EXPERIMENT = Experiment(
 def batch_of():
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
-    weights = (np.arange(T) < rng.integers(1, T, B)[:, None]).astype(
-        np.float32
-    )  # rows of other lengths: 1 to 7 tokens count
+    # rows of other lengths: 1 to 7 tokens count
+    weights = (np.arange(T) < rng.integers(1, T, B)[:, None]).astype(np.float32)
     return {"tokens": tokens, "labels": jnp.roll(tokens, -1, 1), "weights": jnp.asarray(weights)}
 
 

@@ -63,9 +63,8 @@ def test_a_large_shuffle_is_a_permutation_without_correlation(n):
     assert all((np.sort(epoch) == np.arange(n)).all() for epoch in epochs)
 
     def correlation(a, b):
-        return (
-            abs(np.corrcoef(a, b)[0, 1]) * len(a) ** 0.5
-        )  # in standard deviations of independent ones
+        # in standard deviations of independent ones
+        return abs(np.corrcoef(a, b)[0, 1]) * len(a) ** 0.5
 
     assert correlation(*epochs) < 5
     for lag in (1, 2, 3, 256):

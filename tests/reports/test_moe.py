@@ -117,9 +117,8 @@ def test_experts_without_tokens_have_gradients_of_zeros(capacity):
 )  # fmt: skip
 def test_a_router_of_narrow_activations_works_in_float32():
     x = normal(1, 64, D).astype(jnp.bfloat16)
-    router = jnp.repeat(normal(D, 1), E, axis=1) * (
-        1 + 1e-4 * jnp.arange(E)[None]
-    )  # in 16 bits all columns are equal
+    # in 16 bits all columns are equal
+    router = jnp.repeat(normal(D, 1), E, axis=1) * (1 + 1e-4 * jnp.arange(E)[None])
     exact = np.argsort(-(np.float64(x[0].astype(jnp.float32)) @ np.float64(router)), axis=1)[:, 0]
     _, statistics = mixture(x, router, None, UP, DOWN, jax.nn.relu, top_k=1, normalise=False)
     np.testing.assert_allclose(statistics.fraction, np.bincount(exact, minlength=E) / 64, atol=1e-6)
@@ -297,9 +296,8 @@ def test_ties_and_padding_under_a_capacity():
         capacity=1.0,
         padding_mask=padding_mask,
     )
-    kept = (
-        (np.asarray(out[0]) != 0).any(1).tolist()
-    )  # all choose expert 0, which has room for ceil(8 / 4) = 2
+    # all choose expert 0, which has room for ceil(8 / 4) = 2
+    kept = (np.asarray(out[0]) != 0).any(1).tolist()
     assert kept == [True, True, *[False] * 6] and statistics.dropped == 0.5
     last, _ = mixture(
         x[:, ::-1],

@@ -143,9 +143,8 @@ def test_the_reference_of_a_second_adaptation_is_the_merged_model_of_the_first(
         name: str(result.folder) if value == "RUN" else value for name, value in references.items()
     }
     second = replace(first, name="second", initial=str(result.folder), references=named)
-    monkeypatch.setattr(
-        start, "open_experiment", lambda folder: first
-    )  # it was trained from Python
+    # it was trained from Python
+    monkeypatch.setattr(start, "open_experiment", lambda folder: first)
     recipe, found = build(second), read_references(second, None).params
     trained = start.first_params(second.initial, second.model, recipe, tmp_path)
     frozen = found | recipe.parts.base(trained)
@@ -189,14 +188,12 @@ def test_averages_hold_running_statistics_as_they_are():
 @pytest.mark.parametrize("accumulation", [2, 8])
 def test_statistics_do_not_depend_on_accumulation(accumulation):
     whole, parts = steps(EXPERIMENT, 3), steps(replace(EXPERIMENT, accumulation=accumulation), 3)
-    assert (
-        whole.params["steps"] == parts.params["steps"] == 3
-    )  # once a step, not once a micro-batch
+    # once a step, not once a micro-batch
+    assert whole.params["steps"] == parts.params["steps"] == 3
     for name in ("mean", "scale"):
         one, other = whole.params["objective"][name], parts.params["objective"][name]
-        np.testing.assert_allclose(
-            other, one, rtol=1e-5, atol=1e-6, err_msg=name
-        )  # float32 sums in another order
+        # float32 sums in another order
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.thorough

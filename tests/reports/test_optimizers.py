@@ -265,7 +265,6 @@ def test_optimizers_have_rate_one():
         few, many = (
             one_update(optimizer(learning_rate=rate), spec, 1.0)["kernel"] for rate in (1e-5, 1.0)
         )
-        np.testing.assert_array_equal(
-            few, many
-        )  # the train step multiplies, and logs what it multiplied by
+        # the train step multiplies, and logs what it multiplied by
+        np.testing.assert_array_equal(few, many)
     assert isinstance(optimizers.build(Adam(), spec), optax.GradientTransformation)

@@ -17,7 +17,7 @@ from jaxformer.parallel import Mesh
 from jaxformer.params import Spec
 from jaxformer.runs import checks, loop
 from jaxformer.runs.batches import StepBatches
-from jaxformer.runs.metrics import Reporter
+from jaxformer.runs.reporter import Reporter
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.training import Checkpoints, Experiment
 

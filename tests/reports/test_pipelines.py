@@ -184,8 +184,7 @@ def test_a_batch_that_does_not_divide_is_refused(mesh, size, near):
 )
 def test_stages_idle_by_the_formula():
     for S, M, R in ((2, 2, 1), (4, 8, 1), (4, 8, 2)):
-        work = [
-            [t - s for t in range(R * M + S - 1) if 0 <= t - s < R * M] for s in range(S)
-        ]  # ticks with work, by stage
+        # ticks with work, by stage
+        work = [[t - s for t in range(R * M + S - 1) if 0 <= t - s < R * M] for s in range(S)]
         idle = 1 - len(work[0]) / (R * M + S - 1)
         assert bubble(S, M, R) == pytest.approx(idle)

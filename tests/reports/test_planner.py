@@ -67,9 +67,8 @@ def test_a_head_alone_has_no_backward_pass_below():
     )
     assert head and flops(untied) == expected
     assert flops(untied, 8) - flops(untied) == 4 * 3 * 16 * 8
-    tied = replace(
-        BASE, frozen="^layers/"
-    )  # its table trains, so gradients pass through all layers
+    # its table trains, so gradients pass through all layers
+    tied = replace(BASE, frozen="^layers/")
     assert flops(tied) == sum(
         (4 if path.startswith("layers/") else 6) * size for path, size in products(STACK).items()
     )

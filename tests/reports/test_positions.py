@@ -226,9 +226,8 @@ def test_tables_of_odd_width(layout):
         assert sinusoidal(positions, width, layout).shape == (1, 7, width)
     odd, even = (sinusoidal(positions, width, layout, "tensor2tensor") for width in (5, 4))
     np.testing.assert_array_equal(odd, np.pad(even, ((0, 0), (0, 0), (0, 1))))
-    assert np.isfinite(
-        sinusoidal(positions, 2, layout, "tensor2tensor")
-    ).all()  # width / 2 - 1 is 0
+    # width / 2 - 1 is 0
+    assert np.isfinite(sinusoidal(positions, 2, layout, "tensor2tensor")).all()
 
 
 @pytest.mark.thorough
@@ -405,9 +404,8 @@ def with_other_table(tree, *path):
 def test_positions_in_attention_do_not_reach_values():
     tree = models.init(PLACED, jax.random.key(0))
     both = [models.apply(PLACED, each, TOKENS).logits for each in (tree, with_other_table(tree))]
-    np.testing.assert_allclose(
-        both[0][:, 0], both[1][:, 0], rtol=1e-5, atol=1e-5
-    )  # it sees itself alone
+    # it sees itself alone
+    np.testing.assert_allclose(both[0][:, 0], both[1][:, 0], rtol=1e-5, atol=1e-5)
     assert float(jnp.abs(both[0][:, 1:] - both[1][:, 1:]).max()) > 0.01
 
 

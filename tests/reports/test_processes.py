@@ -86,9 +86,8 @@ def test_a_job_with_some_of_its_variables(monkeypatch, variables, refused):
 )
 def test_two_processes_0_on_one_machine():
     port = pod_sim.free_port()
-    with socket.create_server(
-        ("", port), family=socket.AF_INET6, dualstack_ipv6=True
-    ):  # the first one
+    # the first one
+    with socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True):
         (second,) = meet(port, (0, 2), limit=0.3)
     assert isinstance(second, ConfigError)
     assert f"port {port}: process 0 cannot listen there" in str(

@@ -23,7 +23,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.parallel import Mesh
 from jaxformer.runs import checkpoint, lock, loop
-from jaxformer.runs.metrics import Console, Record, Reporter, open_loggers, read_records
+from jaxformer.runs.metrics import Record, open_loggers, read_records
+from jaxformer.runs.reporter import Console, Reporter
 from jaxformer.runs.run import Run
 from jaxformer.runs.run_folder import RunFolder, run_folder
 from jaxformer.runs.signals import Interrupted
@@ -72,9 +73,8 @@ def test_a_record_is_strict_json(tmp_path):
     again.rewind(9)
     again.close()
     assert path.read_bytes() == before
-    path.write_text(
-        '{"step": 3, "loss": NaN}\n{"step": 4, "loss": "no number"}\n'
-    )  # of an older version; damaged
+    # of an older version; damaged
+    path.write_text('{"step": 3, "loss": NaN}\n{"step": 4, "loss": "no number"}\n')
     assert [line["step"] for line in read_records(path)] == [3]
 
 

@@ -95,8 +95,10 @@ def found(how, prompts=(PROMPT,), **options):
 )
 @pytest.mark.thorough
 def test_length_penalties_of_any_size_order_by_the_score():
-    """All 85 x 4 texts as witness. The logarithm of a score is exact where the score itself is not
-    to be had."""
+    """All 85 x 4 texts as witness.
+
+    The logarithm of a score is exact where the score itself is not to be had.
+    """
     for penalty in (-90.0, 0.0, 1.0, 80.0, 400.0):
         logs = lambda total, n, penalty=penalty: -(np.log(-total) - penalty * np.log(n))
         texts = found(Beams(64, 3, length_penalty=penalty, early_stopping="never"))[0]

@@ -351,10 +351,11 @@ def test_the_logged_rate_is_the_used_one():
         [metrics["learning_rate"] for metrics in found], [0.01, 0.02, 0.03], rtol=1e-6
     )
     moved = np.abs(np.asarray(state.params["w"]) - 1)
+    # 1 + 3 or 3 - 1: the second step moved nothing
     assert set(np.round(moved / 0.01).astype(int)) <= {
         2,
         4,
-    }  # 1 + 3 or 3 - 1: the second step moved nothing
+    }
 
 
 def sign():

@@ -16,7 +16,7 @@ from jaxformer import cli, config
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
-from jaxformer.runs.metrics import NonFinite
+from jaxformer.runs.reporter import NonFinite
 from jaxformer.runs.run_folder import run_folder
 from jaxformer.runs.signals import Interrupted
 from jaxformer.training import Checkpoints, Experiment

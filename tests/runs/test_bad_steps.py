@@ -15,7 +15,7 @@ from jaxformer.masks import full
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.runs import loop, run
 from jaxformer.runs.manifest import fingerprints
-from jaxformer.runs.metrics import NonFinite
+from jaxformer.runs.reporter import NonFinite
 from jaxformer.runs.reproduction import explain, out_of_vocabulary, replay
 from jaxformer.training import AdamW, Checkpoints, Constant, Experiment, Spikes
 from jaxformer.training.recipe import build
@@ -66,8 +66,10 @@ def test_a_spike_is_far_above_a_full_window(window, deviations, shift, seed):
 def test_a_bad_step_changes_no_bit_and_a_good_one_the_same_ones_on_each_platform(
     monkeypatch, platform
 ):
-    """A GPU selects leaf by leaf, others a branch. The state is donated, so a leaf that it needs
-    twice would show here."""
+    """A GPU selects leaf by leaf, others a branch.
+
+    The state is donated, so a leaf that it needs twice would show here.
+    """
     # a key's bias has a gradient of rounding errors alone, and other gradients may be as small by
     # chance: Adam would divide
     # them by their size. With an epsilon as large as a gradient it does not
@@ -106,9 +108,10 @@ def test_a_bad_step_changes_no_bit_and_a_good_one_the_same_ones_on_each_platform
 
 @pytest.mark.thorough
 def test_a_spike_changes_no_bit_of_parameters_and_optimizer_and_counts():
+    # a calm loss
     recipe = build(
         replace(EXPERIMENT, spikes=Spikes(window=4), optimizer=AdamW(learning_rate=1e-5))
-    )  # a calm loss
+    )
     step, state = jax.jit(make_train_step(recipe)), first_state(recipe)
     for _ in range(6):
         state, metrics = step(state, batch_of())
@@ -172,9 +175,8 @@ def test_a_run_that_stays_bad_keeps_the_step_and_says_where_it_is_bad(tmp_path, 
     with pytest.raises(NonFinite, match="not finite for 3 steps in a row, up to step 2"):
         loop.train(experiment, tmp_path)
     caplog.clear()
-    with pytest.raises(
-        NonFinite, match="up to step 2"
-    ):  # started again it ends there again, and says as much
+    # started again it ends there again, and says as much
+    with pytest.raises(NonFinite, match="up to step 2"):
         loop.train(experiment, tmp_path)
     (line,) = [r.getMessage() for r in caplog.records if "gradient norm" in r.getMessage()]
     assert "batch: weights is not finite in rows" in line and "--replay" in line

@@ -362,8 +362,10 @@ def test_saves_leave_nothing_in_memory(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("least", [1 << 12, 1 << 27])
 def test_what_does_not_fit_at_once_is_saved_and_read_in_turn(tmp_path, monkeypatch, least):
-    """Leaves of 16 kB: one after the other, or as always all at once. The state is donated as soon
-    as `save` returns."""
+    """Leaves of 16 kB: one after the other, or as always all at once.
+
+    The state is donated as soon as `save` returns.
+    """
     seen, real = [], checkpoint.memory.in_flight
     monkeypatch.setattr(checkpoint.memory, "LEAST", least)
     monkeypatch.setattr(
@@ -602,9 +604,8 @@ def test_several_damaged_steps_and_none_good(tmp_path):
         pytest.raises(CheckpointError, match=r"damaged: 1 \(.*, 2\.corrupt, 3\.corrupt"),
     ):
         manager.restore(abstract(make(1)))  # a restart does not begin at zero in silence either
-    assert checkpoint.steps(tmp_path) == [
-        1
-    ]  # where none is good, none is renamed, and the next start looks again
+    # where none is good, none is renamed, and the next start looks again
+    assert checkpoint.steps(tmp_path) == [1]
 
 
 @pytest.mark.thorough
@@ -734,9 +735,8 @@ def test_a_full_disk(small_disk, capfd):
 
 
 @pytest.mark.fault
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # orbax's other writes, see _check_room
+# orbax's other writes, see _check_room
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_disk_that_fills_up_during_a_save(small_disk, monkeypatch):
     room = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: room)
@@ -875,8 +875,10 @@ def test_nothing_else_imports_orbax():
 
 @pytest.mark.slow
 def test_a_save_blocks_for_milliseconds(tmp_path, capsys):
-    """Prints what a save and a restore of a million parameters with AdamW cost. Bounds: a busy
-    2-core machine."""
+    """Prints what a save and a restore of a million parameters with AdamW cost.
+
+    Bounds: a busy 2-core machine.
+    """
     state = jax.block_until_ready(make(1, width=700))
     count = sum(leaf.size for leaf in jax.tree.leaves(state))
     rows = []

@@ -23,7 +23,7 @@ from jaxformer.parallel import Mesh
 from jaxformer.runs import loop
 from jaxformer.runs.batches import StepBatches, batch_key
 from jaxformer.runs.checkpoint_reader import restore_params
-from jaxformer.runs.metrics import NonFinite, Reporter
+from jaxformer.runs.reporter import NonFinite, Reporter
 from jaxformer.runs.reproduction import replay
 from jaxformer.runs.run import Run
 from jaxformer.runs.run_folder import RunFolder
@@ -104,9 +104,8 @@ def test_a_batch_is_made_of_the_parameters_before_its_step(tmp_path):
     for step, key, copies, batch in noted.calls:
         assert np.array_equal(key, jax.random.key_data(batch_key(TINY.seed, step)))
         for path, leaf in parameters.paths(state.params).items():
-            np.testing.assert_allclose(
-                copies[path], leaf, rtol=1e-6, atol=1e-8
-            )  # float32, another program
+            # float32, another program
+            np.testing.assert_allclose(copies[path], leaf, rtol=1e-6, atol=1e-8)
         state, metrics = step_of(state, batch)
         np.testing.assert_allclose(found[step], metrics["loss"], rtol=1e-5)
     assert len({key.tobytes() for _, key, *_ in noted.calls}) == TINY.steps
@@ -241,9 +240,8 @@ def test_an_error_of_the_function_names_its_step(tmp_path):
     ) as raised:
         loop.train(replace(TINY, data=Data(fails)), tmp_path)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
-    assert losses(
-        loop.train(replace(TINY, data=Data(drawn)), tmp_path).folder
-    )  # step 2 was saved, and the run goes on
+    # step 2 was saved, and the run goes on
+    assert losses(loop.train(replace(TINY, data=Data(drawn)), tmp_path).folder)
 
 
 @pytest.mark.parametrize(

@@ -49,11 +49,12 @@ def test_pieces_make_up_the_text(trained):
 def test_a_stop_string_ends_the_text_and_is_left_out(trained):
     run = jaxformer.open_run(trained)
     free = run.generate("the ", tokens=10)[4:]
+    # characters are tokens: the string lies across their border
     for string in {
         free[3:5],
         free[2:6],
         free[:1],
-    }:  # characters are tokens: the string lies across their border
+    }:
         before = free[: free.index(string)]
         assert "".join(run.stream("the ", tokens=10, stop=[string])) == before
         assert run.continue_all(["the ", "a"], tokens=10, stop=[string, "never"])[0] == [before]
@@ -118,9 +119,8 @@ def test_a_file_of_prompts_becomes_a_file_of_texts(trained, tmp_path, capsys):
         and "3 prompts" in out
         and [line["prompt"] for line in lines] == ["the ", "a", "there "]
     )
-    assert all(
-        len(line["texts"]) == 1 and 0 < len(line["texts"][0]) <= 6 for line in lines
-    )  # bytes may join to characters
+    # bytes may join to characters
+    assert all(len(line["texts"]) == 1 and 0 < len(line["texts"][0]) <= 6 for line in lines)
     code, *_ = generate(
         capsys, trained, *options, "--beams=3", "--n-best=2", "--length-penalty=0.5"
     )

@@ -1,5 +1,6 @@
-"""A run that version 0.1.0 wrote on 2026-11-23. Every later version must open it, and compute what
-it computed.
+"""A run that version 0.1.0 wrote on 2026-11-23.
+
+Every later version must open it, and compute what it computed.
 
 `python tests/runs/test_golden_run.py FOLDER` writes another one: beside this one, never in its
 place.

@@ -17,7 +17,7 @@ from jaxformer.decoding import round_to_int8
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
 from jaxformer.models.adaptation import Lora
-from jaxformer.runs import checkpoint, checks, loop, placement
+from jaxformer.runs import checkpoint, checks, job, loop, placement
 from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.run import Run, evaluator, open_run
 from jaxformer.runs.run_folder import RunFolder
@@ -103,9 +103,8 @@ def test_a_step_keeps_the_form_of_its_state():
 @pytest.mark.thorough
 def test_equal_seeds_give_equal_runs(tmp_path):
     folders = [loop.train(TINY, tmp_path / name).folder for name in ("one", "two")]
-    with pytest.raises(
-        ConfigError, match="no copy of its experiment"
-    ):  # it was trained from Python
+    # it was trained from Python
+    with pytest.raises(ConfigError, match="no copy of its experiment"):
         open_run(folders[0])
     assert len({(folder / "metrics.jsonl").read_text() for folder in folders}) == 1
     other = loop.train(replace(TINY, seed=1), tmp_path / "one").folder
@@ -173,19 +172,20 @@ def test_8_bits_of_an_adaptation_are_those_of_the_merged_weights(tmp_path):
 def test_the_work_of_a_step_is_that_of_all_its_positions():
     """Of a classified image one position has a label; of a masked text few have weight: all of them
     are multiplied."""
-    found = loop.seconds_at_peak(TINY, 2, "TPU v4", 8, None)
+    found = job.seconds_at_peak(TINY, 2, "TPU v4", 8, None)
     assert found == cost.training_flops(TINY.model, 8) * 4 * 8 / (2 * cost.CHIPS["TPU v4"].peak)
     images = replace(TINY, model=zoo.PRESETS["vit_base"], batch_size=8)
     found = (
-        loop.seconds_at_peak(images, 1, "TPU v4", *example_lengths(images, {"images": None}))
+        job.seconds_at_peak(images, 1, "TPU v4", *example_lengths(images, {"images": None}))
         * cost.CHIPS["TPU v4"].peak
     )
     assert found == pytest.approx(8 * 6 * 17.58e9, rel=0.01)  # multiply-adds of an image
     pair = replace(TINY, model=zoo.PRESETS["t5_small"])
+    # a user's data may have other names
     assert example_lengths(pair, {"my_source": None, "my_target": None}) == (
         512,
         512,
-    )  # a user's data may have other names
+    )
 
 
 @pytest.mark.thorough

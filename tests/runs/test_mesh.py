@@ -130,9 +130,8 @@ def test_a_run_on_a_mesh_begins_with_the_parameters_of_another_run(explicit, tmp
     source = loop.train(replace(first, seed=1), tmp_path / "source")
     mesh = Mesh(fsdp=2, tensor=2, data=1, explicit=explicit)
     result = loop.train(replace(first, initial=str(source.folder), mesh=mesh), tmp_path)
-    np.testing.assert_allclose(
-        result.validation["loss"], source.validation["loss"], rtol=1e-6
-    )  # the order of sums
+    # the order of sums
+    np.testing.assert_allclose(result.validation["loss"], source.validation["loss"], rtol=1e-6)
 
 
 @pytest.mark.thorough

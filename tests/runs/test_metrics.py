@@ -12,8 +12,9 @@ from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.runs import metrics
 from jaxformer.runs.checks import ranked
-from jaxformer.runs.metrics import Console, NonFinite, Record, Reporter, read_records, steps_done
-from jaxformer.runs.run import scores_of
+from jaxformer.runs.metrics import Record, read_records, steps_done
+from jaxformer.runs.reporter import Console, NonFinite, Reporter
+from jaxformer.runs.scores import scores_of
 
 GOOD = {
     "loss": 1.0,
@@ -78,12 +79,13 @@ def test_a_batch_without_weight_is_told_from_a_bad_step_and_never_ends_a_run():
     assert console.lines == [
         f"step {step} changed nothing: the weights of its batch sum to 0" for step in (2, 3, 4, 5)
     ]
+    # no loss of 0
     assert record[4] == {
         "tokens": 0.0,
         "grad_norm": 0.0,
         "learning_rate": 0.5,
         "skipped": 1,
-    }  # no loss of 0
+    }
     assert "loss" not in console.logged[-1][1]
     with pytest.raises(NonFinite, match="2 steps in a row, up to step 1"):
         report([GOOD, GOOD | {"loss": float("nan"), "skipped": 2}], max_skipped=2)
@@ -186,9 +188,8 @@ def test_a_damaged_line_costs_that_line_alone(tmp_path, name, caplog):
     """The file as it was stays beside; a run that goes on keeps all others."""
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 1.0}).encode() for step in range(9)]
-    before = b"\n".join(
-        [*lines[:3], DAMAGED[name], *lines[4:], b'{"step": 9, "lo']
-    )  # and the last one torn
+    # and the last one torn
+    before = b"\n".join([*lines[:3], DAMAGED[name], *lines[4:], b'{"step": 9, "lo'])
     path.write_bytes(before)
     assert [line["step"] for line in read_records(path)] == [0, 1, 2, 4, 5, 6, 7, 8]
     record = Record(path)

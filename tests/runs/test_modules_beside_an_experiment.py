@@ -101,9 +101,8 @@ def test_modules_beside_the_file_are_found_by_every_command_from_any_folder(
         forget()
         assert cli.main(["evaluate", str(run)]) == 0
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["deeper"] == 7.0
-    shutil.rmtree(
-        run / "checkpoints" / "4"
-    )  # as one that was killed after step 2: it goes on, from another folder
+    # as one that was killed after step 2: it goes on, from another folder
+    shutil.rmtree(run / "checkpoints" / "4")
     monkeypatch.chdir(tmp_path / "two")
     forget()
     assert cli.main(["train", str(there / "beside.py"), runs, "--steps=4"]) == 0

@@ -17,7 +17,7 @@ import pytest
 
 import jaxformer
 from jaxformer import cli
-from jaxformer.runs.metrics import Reporter
+from jaxformer.runs.reporter import Reporter
 from tests.joints.harness import install_wheel
 
 ROOT = Path(__file__).parents[2]
@@ -73,9 +73,8 @@ def test_a_file_of_ones_own_is_trained_stopped_and_resumed_to_the_same_bits(
         assert outcome(folders[0]) == outcome(folders[1])
         assert cli.main(["evaluate", name]) == 0
         scores = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert ("top3" in scores) == (name == "own") and scores[
-            "loss"
-        ] < 2.8  # ln 16 and ln 17 are those of guessing
+        # ln 16 and ln 17 are those of guessing
+        assert ("top3" in scores) == (name == "own") and scores["loss"] < 2.8
         (folders[1] / f"{name}.py").unlink()  # the run folder keeps a copy
         assert cli.main(["evaluate", name]) == 0
 

@@ -27,10 +27,11 @@ def witness() -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(0).integers(1, V, (2, T))
     real = np.arange(T) < np.array([T, 42])[:, None]
     arrays = {"tokens": tokens, "real": real}
+    # no dropout: the layout is all that changes
     for name, mode in (
         ("zero", model.eval),
         ("seeded", model.train),
-    ):  # no dropout: the layout is all that changes
+    ):
         mode()
         with torch.no_grad():
             out = model(torch.from_numpy(tokens), attention_mask=torch.from_numpy(real).long())

@@ -36,9 +36,10 @@ def witness() -> dict[str, np.ndarray]:
         )
         outputs.append(top / (bottom + 1e-6))
     arrays["elu_causal"] = numpy(torch.stack(outputs, dim=2))
+    # the state after all keys
     top, bottom = (
         query @ products,
         (query * sums[:, :, None]).sum(-1, keepdim=True),
-    )  # the state after all keys
+    )
     arrays["elu"] = numpy(top / (bottom + 1e-6))
     return arrays

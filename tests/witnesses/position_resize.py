@@ -10,12 +10,13 @@ GRIDS = {
     "smaller": ((5, 3), (2, 2)),
     "line": ((1, 6), (2, 11)),
 }
+# in patches of 2: from 4 x 4
 IMAGES = {
     "own": (8, 8),
     "larger": (14, 14),
     "wider": (6, 12),
     "as_many": (4, 16),
-}  # in patches of 2: from 4 x 4
+}
 
 
 def witness() -> dict[str, np.ndarray]:

@@ -19,9 +19,8 @@ def witness() -> dict[str, np.ndarray]:
         "target": rng.normal(size=(B, T, D)),
         "lengths": np.array([S, 6]),
     }
-    ignored = torch.from_numpy(
-        np.arange(S)[None] >= arrays["lengths"][:, None]
-    )  # True hides, in these two masks
+    # True hides, in these two masks
+    ignored = torch.from_numpy(np.arange(S)[None] >= arrays["lengths"][:, None])
     for name, first in (("post", False), ("pre", True)):
         options = dict(dropout=0.0, batch_first=True, norm_first=first, layer_norm_eps=EPS)
         model = torch.nn.Transformer(D, N, LAYERS, LAYERS, F, **options).double().eval()

@@ -291,8 +291,10 @@ def test_causality(f, causal):
 
 @pytest.mark.thorough
 def test_memory_of_the_backward_pass_is_linear():
-    """No state a token: with M = Hv = 64 that would be 64 times the size of the values. Compiled,
-    so counted, not run."""
+    """No state a token: with M = Hv = 64 that would be 64 times the size of the values.
+
+    Compiled, so counted, not run.
+    """
     T = 8192
     one = jax.ShapeDtypeStruct((1, T, 1, 64), jnp.float32)
     mask = masks.causal() & masks.segments(jnp.ones((1, T), jnp.int32))

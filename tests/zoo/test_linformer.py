@@ -82,13 +82,11 @@ def test_the_ways_of_sharing_are_ways_of_passing_arrays():
     query, key, value, E, F = case(2)
     call = jax.jit(linformer_attention)
     headwise = call(query, key, value, E, F)
-    each = call(
-        query, key, value, jnp.stack([E, E]), jnp.stack([F, F])
-    )  # a copy for each of the two key heads
+    # a copy for each of the two key heads
+    each = call(query, key, value, jnp.stack([E, E]), jnp.stack([F, F]))
     np.testing.assert_allclose(each, headwise, **FLOAT32)
-    np.testing.assert_allclose(
-        call(query, key, value, E), call(query, key, value, E, E), **FLOAT32
-    )  # key-value
+    # key-value
+    np.testing.assert_allclose(call(query, key, value, E), call(query, key, value, E, E), **FLOAT32)
     assert np.abs(call(query, key, value, E) - headwise).max() > 1e-2
 
 

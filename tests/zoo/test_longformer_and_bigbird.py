@@ -126,9 +126,8 @@ def test_longformer_refuses_what_are_no_positions(tokens):
     positions 0 and 1."""
     x = jnp.ones((1, 3, 2, 4))
     with pytest.raises(ValueError, match=r"global[_ ]tokens"):
-        inspect.unwrap(longformer_attention)(
-            *[x] * 6, window=2, global_tokens=tokens
-        )  # without the test suite's types
+        # without the test suite's types
+        inspect.unwrap(longformer_attention)(*[x] * 6, window=2, global_tokens=tokens)
 
 
 @pytest.mark.parametrize(("B", "T"), [(0, 8), (2, 0)])
@@ -193,9 +192,8 @@ def test_longformer_shows_kernels_a_sparse_rule():
     (mask, query, key), (_, rows, _) = seen
     assert rows.shape[1] == 4  # the global rows are gathered, not all computed and thrown away
     visited = mask.blocks(query.shape[1], key.shape[1], 16) != masks.EMPTY
-    assert (
-        visited.sum() <= 16 * 5
-    )  # of 16 x 17: the column of globals, and a window of four blocks at most
+    # of 16 x 17: the column of globals, and a window of four blocks at most
+    assert visited.sum() <= 16 * 5
 
 
 def bigbird_definition(query, key, value, layout, block, ids):
@@ -473,7 +471,6 @@ def test_hugging_face_bigbird(kind):
             return bert(weights, x, attend, "gelu_tanh", "pooler")
 
         hidden, pooled = model(weights)
-    np.testing.assert_allclose(
-        hidden, fixture[f"{kind}/hidden"], rtol=0, atol=1e-9
-    )  # the oracle's own tolerance
+    # the oracle's own tolerance
+    np.testing.assert_allclose(hidden, fixture[f"{kind}/hidden"], rtol=0, atol=1e-9)
     np.testing.assert_allclose(pooled, fixture[f"{kind}/pooled"], rtol=0, atol=1e-9)

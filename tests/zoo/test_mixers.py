@@ -202,9 +202,8 @@ def test_cached_pieces_equal_the_forward_pass(name):
     whole = run(config, parameters(config))
     step = jit(partial(models.apply, config))
     cache = decoding.init_cache(config, 2, T + 3, jnp.bfloat16)
-    assert all(
-        leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(cache.layers)
-    )  # sums never have fewer bits
+    # sums never have fewer bits
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(cache.layers))
     start = 0
     for length in (6, 1, 1, 6, 1, 1):
         out = step(parameters(config), TOKENS[:, start : start + length], cache=cache)
@@ -371,9 +370,8 @@ def test_local_chunks_are_a_circle(length, before, after, multiple):
         counts += brought[np.arange(length) // chunk][:, None] == np.arange(length)[None] // chunk
     weights = np.exp(query @ key.swapaxes(1, 2) / 2) * counts * np.tri(length)
     out = weights / weights.sum(-1, keepdims=True) @ value
-    close(
-        ours[0], np.einsum("nth,nhd->td", out, p["out"]["kernel"]), 1e-4
-    )  # exp of scores of some tens
+    # exp of scores of some tens
+    close(ours[0], np.einsum("nth,nhd->td", out, p["out"]["kernel"]), 1e-4)
     if (before, after) == (1, 0):  # the mask that says the same
         masked = mixers.attention(config).apply(
             p, x, Context(masks.causal() & masks.chunked(chunk, 1), jnp.arange(length)[None])

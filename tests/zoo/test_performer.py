@@ -48,9 +48,8 @@ def test_favor_error_keeps_falling_with_the_number_of_features():
     @jax.jit
     def errors_of(seed):
         def one(key_of_draw):
-            rows = orthogonal_projection(
-                key_of_draw, 16384, 8
-            )  # of which the first 1024 are a draw as well
+            # of which the first 1024 are a draw as well
+            rows = orthogonal_projection(key_of_draw, 16384, 8)
             return [
                 jnp.mean(jnp.abs(favor_attention(query, key, value, rows[:m]) - exact))
                 for m in FEATURES

@@ -49,9 +49,8 @@ def definition(
         for n in range(N):
             x = query_key[b, :, n]
             where, bucket = [{} for _ in range(rounds)], np.zeros((rounds, T), int)
-            circle = [
-                [] for _ in range(total)
-            ]  # tokens of each chunk, the rounds one after another
+            # tokens of each chunk, the rounds one after another
+            circle = [[] for _ in range(total)]
             for r in range(rounds):
                 sides = x @ rotations[n, :, r]
                 bucket[r] = np.concatenate([sides, -sides], -1).argmax(-1)
@@ -195,9 +194,8 @@ def test_factors_are_digits_of_one_bucket():
     assert [R.shape for R in rotations] == [(2, 4, 3, 2), (2, 4, 3, 3)]
     x = case(0, 9, dtype=np.float32)[0]
     first, second, both, shared = jax.jit(
-        lambda x, R: [
-            lsh_buckets(x, R) for R in (R[0], R[1], R, R[0][:1])
-        ]  # the last: one set for both heads
+        # the last: one set for both heads
+        lambda x, R: [lsh_buckets(x, R) for R in (R[0], R[1], R, R[0][:1])]
     )(x, rotations)
     np.testing.assert_array_equal(both, first + 4 * second)
     np.testing.assert_array_equal(shared[:, 0], first[:, 0])
@@ -267,9 +265,8 @@ def test_causality():
                 f(*changed, rotations)[:, :7], f(query_key, value, rotations)[:, :7]
             )
     whole = jax.jit(partial(lsh_attention, chunk=12, mask=masks.causal()))
-    changed = query_key.at[:, 7:].add(
-        1.0
-    )  # in one chunk the hashes of later tokens push nobody apart
+    # in one chunk the hashes of later tokens push nobody apart
+    changed = query_key.at[:, 7:].add(1.0)
     np.testing.assert_allclose(
         whole(changed, value, rotations)[:, :7],
         whole(query_key, value, rotations)[:, :7],

@@ -116,9 +116,8 @@ def hf_extra(w, prefix, scale):
         pair = lambda kind: np.stack(
             [w[f"{prefix}lambda_{kind}1"], w[f"{prefix}lambda_{kind}2"]], axis=1
         )
-        ones = np.ones(
-            (variants_hf.LAYERS["diffllama"], 2 * variants_hf.H)
-        )  # DiffLlama's norm has no scale
+        # DiffLlama's norm has no scale
+        ones = np.ones((variants_hf.LAYERS["diffllama"], 2 * variants_hf.H))
         return {"lambda_query": pair("q"), "lambda_key": pair("k"), "pair_norm": {"scale": ones}}
     return {}
 
@@ -408,11 +407,12 @@ MIXERS = {
     "temperature": partial(zoo.temperature.temperature, floor_scale=2, attn_scale=0.5),
     "inverse_depth_scale": zoo.temperature.inverse_depth_scale,
 }
+# layers that know their number; of the others one is as good as two
 DEEP = (
     "differential",
     "value_residual",
     "inverse_depth_scale",
-)  # layers that know their number; of the others one is as good as two
+)
 CONFIGS = {
     name: replace(MODEL, mixer=mixer, num_layers=1 + (name in DEEP))
     for name, mixer in MIXERS.items()
@@ -463,9 +463,8 @@ def test_causal_packed_and_decoded(name):
     close(packed[:, :3], logits[:, :3])
     close(packed[:, 3:], second[:, :5])
 
-    cache = decoding.init_cache(
-        config, 2, T + 3
-    )  # more room than tokens: empty slots must stay unseen
+    # more room than tokens: empty slots must stay unseen
+    cache = decoding.init_cache(config, 2, T + 3)
     step = jit(partial(models.apply, config))
     for start in range(0, T, 2):
         out = step(p, TOKENS[:, start : start + 2], cache=cache)

@@ -73,9 +73,8 @@ def compare(config, mesh, pipe, **options):
         many, split = jax.block_until_ready(compiled(jax.device_put(weights, places), tokens))
     # float32 sums in another order: 1e-7 relative, a few layers deep
     np.testing.assert_allclose(many, one, rtol=2e-6)
-    largest = max(
-        float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient)
-    )  # a key bias has none of its own
+    # a key bias has none of its own
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient))
     for path, leaf in params.paths(gradient).items():
         np.testing.assert_allclose(
             params.paths(split)[path], leaf, rtol=1e-5, atol=2e-6 * largest, err_msg=path
@@ -88,17 +87,17 @@ def test_stages_give_the_loss_and_gradient_of_one_device_and_send_no_weights():
     found = compare(GPT, Mesh(data=2, stage=4), Pipeline())
     ticks, S = 4 + 3, 4
     permutes = [one.count for one in found if one.kind == "collective-permute"]
-    assert sum(permutes) == 2 * (
-        ticks + 2 * (S - 1)
-    )  # one a tick and pass; the batch to stage 0 and from it
+    # one a tick and pass; the batch to stage 0 and from it
+    assert sum(permutes) == 2 * (ticks + 2 * (S - 1))
     others = [one for one in found if one.kind != "collective-permute"]
     assert {one.kind for one in others} == {"all-reduce"}
     [layers] = [one for one in others if one.axes == ("data",)]
     held = 4 * params.count(models.spec(GPT)["layers"]) / S
+    # gradients are summed over copies once, not every tick
     assert (layers.count, layers.bytes) == (
         1,
         held,
-    )  # gradients are summed over copies once, not every tick
+    )
 
 
 @pytest.mark.slow
@@ -146,9 +145,8 @@ def test_every_split_gives_what_one_device_gives(config, mesh, pipe):
         if one.kind in ("all-gather", "all-to-all") and "stage" in one.axes
     ]
     gathered = [size for size in gathered if size > TOKENS.nbytes]  # labels may travel
-    assert gathered == (
-        [TOKENS.size * 16 * 4 // 4] if config is PAIR else []
-    )  # all stages read a copy's source
+    # all stages read a copy's source
+    assert gathered == ([TOKENS.size * 16 * 4 // 4] if config is PAIR else [])
 
 
 @pytest.mark.slow
@@ -243,9 +241,8 @@ def test_layers_come_in_order_and_may_have_a_shard_map_of_their_own(S, M, R):
     copies = mesh.shape["data"]
     (y, (order, sums)), (expected, (_, totals)) = found[1], wanted[1]
     np.testing.assert_array_equal(order, weights)
-    np.testing.assert_allclose(
-        sums * M * copies, totals, rtol=1e-4, atol=1e-4
-    )  # of 64 numbers of either sign
+    # of 64 numbers of either sign
+    np.testing.assert_allclose(sums * M * copies, totals, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)  # 24 layers of sines of float32
     for one, other in zip(gradient, slopes, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4 * np.abs(other).max())

@@ -94,9 +94,8 @@ def test_dots_keeps_products_as_they_are_rounded():
         )
         return three - two
 
-    assert of_a_layer("bfloat16") <= 0.51 * of_a_layer(
-        "float32"
-    )  # the number of the layer is an integer
+    # the number of the layer is an integer
+    assert of_a_layer("bfloat16") <= 0.51 * of_a_layer("float32")
 
 
 @pytest.mark.parametrize(

@@ -255,9 +255,8 @@ def test_scores_are_scaled_then_biased_then_capped_then_masked():
         0.7 * cap(products + add),
     ):
         assert np.abs(weights - normalised(hide(other))).max() > 1e-2
-    assert (
-        np.asarray(weights)[~np.broadcast_to(np.tri(4, dtype=bool), weights.shape)] == 0
-    ).all()  # cap before mask
+    # cap before mask
+    assert (np.asarray(weights)[~np.broadcast_to(np.tri(4, dtype=bool), weights.shape)] == 0).all()
 
 
 @pytest.mark.thorough
@@ -480,9 +479,8 @@ def test_bfloat16_stays_within_its_rounding(seed):
     )
     assert out.dtype == jnp.bfloat16 and weights.dtype == jnp.float32
     expected, expected_weights = witness(*arrays, visible, **to64(options))
-    np.testing.assert_allclose(
-        weights, expected_weights, **FLOAT32
-    )  # the softmax is float32 from exact products
+    # the softmax is float32 from exact products
+    np.testing.assert_allclose(weights, expected_weights, **FLOAT32)
     # weights rounded to 8 bits (2^-8 each), then the output: 2^-8 A|V| + 2^-8 |out| <= 2^-7 A|V|; 1
     # % for float32 sums
     bound = (
@@ -587,17 +585,15 @@ def test_dropout_does_not_round_its_own_rate():
     x = np.asarray(np.random.default_rng(0).uniform(1, 2, n)).astype(jnp.bfloat16)
     kept = np.float64(jax.jit(lambda x: dropout(x, 0.1, jax.random.key(0)))(jnp.asarray(x)))
     ratio = (kept * 0.9 / np.float64(x))[kept != 0]
-    assert (
-        abs(ratio.mean() - 1) < 5 * 2.0**-8 / n**0.5
-    )  # five standard deviations of roundings that are independent
+    # five standard deviations of roundings that are independent
+    assert abs(ratio.mean() - 1) < 5 * 2.0**-8 / n**0.5
 
 
 def test_dropout_passes_gradient_where_it_kept():
     x = jnp.linspace(1.0, 2.0, 100)
     out, (gradient,) = value_and_vjp(lambda x: dropout(x, 0.5, jax.random.key(3)), jnp.ones(100), x)
-    np.testing.assert_allclose(
-        gradient, np.asarray(out) / np.asarray(x), rtol=1e-6
-    )  # a float32 division
+    # a float32 division
+    np.testing.assert_allclose(gradient, np.asarray(out) / np.asarray(x), rtol=1e-6)
 
 
 @pytest.mark.thorough

@@ -23,10 +23,11 @@ FLOAT64 = dict(rtol=1e-10, atol=1e-10)
 FLOAT32 = dict(rtol=2e-5, atol=2e-5)
 
 
+# an example costs seconds to compile: shrinking one would take minutes
 DRAW = (
     Phase.explicit,
     Phase.generate,
-)  # an example costs seconds to compile: shrinking one would take minutes
+)
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 5), st.integers(0, 2**20))

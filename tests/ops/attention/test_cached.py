@@ -167,8 +167,10 @@ BY_ROW = "causal", "chunked", "prefix", "by_head", "yours", "t5", "places", "all
     "name", [pytest.param(n, marks=pytest.mark.slow if n in BY_ROW else ()) for n in CALLS]
 )
 def test_every_mask_and_bias_is_that_of_each_row_alone(name):
-    """Rows of other lengths, with slots that are empty and new tokens that are padding. Then one
-    token more of each."""
+    """Rows of other lengths, with slots that are empty and new tokens that are padding.
+
+    Then one token more of each.
+    """
     options, lengths, counts, T = CALLS[name], [21, 3], [4, 5], 5
     parts = texts(lengths, counts, T)
     out, state, _, _ = attend(*parts, lengths, counts, 40, call_of(options))
@@ -391,6 +393,5 @@ def test_sums_of_a_gpu_are_the_products(spec, T):
     found, expected = (
         function(spec, jnp.float32, x, slots) for function in (cached._sums, cached._dot)
     )
-    np.testing.assert_allclose(
-        found, expected, rtol=1e-5, atol=1e-5
-    )  # float32 sums of nine numbers of order one
+    # float32 sums of nine numbers of order one
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

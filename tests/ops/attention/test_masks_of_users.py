@@ -248,6 +248,7 @@ def _is_rule(value) -> bool:
     ]
 
 
+# what kernels have code of their own for
 QUICK = (
     "full",
     "causal",
@@ -256,7 +257,7 @@ QUICK = (
     "lengths",
     "by_head",
     "and_",
-)  # what kernels have code of their own for
+)
 
 
 @pytest.mark.thorough

@@ -133,15 +133,13 @@ def test_every_feature(name):
 )
 def test_every_mesh(mesh, implementation):
     mesh = make_mesh(mesh)
-    arrays = tuple(
-        jnp.concatenate([x] * 2) for x in ARRAYS
-    )  # four examples, for up to four devices
+    # four examples, for up to four devices
+    arrays = tuple(jnp.concatenate([x] * 2) for x in ARRAYS)
     many, compiled = outcome(CAUSAL, implementation, "dropout", arrays, mesh)
     assert_equal(many, outcome(CAUSAL, "reference", "dropout", arrays)[0])
     gathers = {x.axes for x in hlo.collectives(compiled.as_text(), mesh) if x.kind == "all-gather"}
-    assert gathers <= (
-        {("context",)} if implementation == "reference" else set()
-    )  # batch and heads stay split
+    # batch and heads stay split
+    assert gathers <= ({("context",)} if implementation == "reference" else set())
 
 
 @pytest.mark.slow
@@ -321,9 +319,8 @@ def test_pairs_of_devices_that_see_nothing_of_each_other_are_not_computed():
         3,
         False,
     ) and made.busy.sum() == 3 * 8 - 2
-    poisoned = tuple(
-        x.at[:, 4:12].set(jnp.nan) if x.shape[2] == K else x for x in ARRAYS
-    )  # keys of devices 1 and 2
+    # keys of devices 1 and 2
+    poisoned = tuple(x.at[:, 4:12].set(jnp.nan) if x.shape[2] == K else x for x in ARRAYS)
     mask = CAUSAL & masks.window(2)
     with jax.set_mesh(make_mesh(Mesh(context=8))):
         f = jax.jit(partial(attention, mask=mask, implementation="ring"))
@@ -331,9 +328,8 @@ def test_pairs_of_devices_that_see_nothing_of_each_other_are_not_computed():
             np.asarray(jax.block_until_ready(f(*arrays))) for arrays in (ARRAYS, poisoned)
         )
         assert "conditional" in f.lower(*ARRAYS).compile().as_text()
-    np.testing.assert_array_equal(
-        out[:, 16:], clean[:, 16:]
-    )  # nobody there has so much as multiplied by them
+    # nobody there has so much as multiplied by them
+    np.testing.assert_array_equal(out[:, 16:], clean[:, 16:])
     np.testing.assert_array_equal(out[:, :4], clean[:, :4])
 
 
@@ -376,9 +372,8 @@ def test_memory_does_not_hold_the_keys_of_all_devices():
             .compile()
             .memory_analysis()
         )
-    assert (
-        memory.temp_size_in_bytes < 40 * length // 8 * 128 * 4
-    )  # all keys and values alone would be 16 such shares
+    # all keys and values alone would be 16 such shares
+    assert memory.temp_size_in_bytes < 40 * length // 8 * 128 * 4
 
 
 AOT = """

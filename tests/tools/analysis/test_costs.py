@@ -118,18 +118,15 @@ def test_caches_and_what_training_keeps():
     config = PRESETS["gpt2_small"]
     assert costs.cache_bytes(config, 1000) == 2 * 2 * 12 * 768 * 1000
     window = replace(SMALL, masks=(masks.causal() & masks.window(8),))
-    assert (
-        costs.cache_bytes(window, 64) == 2 * 2 * 3 * 16 * 9
-    )  # what a window spans, and the token itself
+    # what a window spans, and the token itself
+    assert costs.cache_bytes(window, 64) == 2 * 2 * 3 * 16 * 9
     kept = {name: costs.kept_bytes(replace(SMALL, remat=name), 32) for name in costs.REMAT}
-    assert (
-        kept["full"] <= kept["attention"] < kept["dots"] < kept["none"]
-    )  # the reference names nothing
+    # the reference names nothing
+    assert kept["full"] <= kept["attention"] < kept["dots"] < kept["none"]
     inputs = 2 * 32 * 16 * 3  # at least the input of each layer, in 16 bits
     assert inputs <= kept["full"] < 4 * inputs
-    assert costs.kept_bytes(SMALL, 64) > 2 * costs.kept_bytes(
-        SMALL, 32
-    )  # scores of the reference grow with the square
+    # scores of the reference grow with the square
+    assert costs.kept_bytes(SMALL, 64) > 2 * costs.kept_bytes(SMALL, 32)
 
 
 @pytest.mark.thorough

@@ -107,9 +107,8 @@ def own(config):
             masks=(causal(), causal() & window(3), causal(), causal() & window(3)),
             num_layers=6,
         ),
-        replace(
-            TINY, masks=(causal(),) * 3 + (causal() & window(3),)
-        ),  # six layers are no multiple of four
+        # six layers are no multiple of four
+        replace(TINY, masks=(causal(),) * 3 + (causal() & window(3),)),
         replace(TINY, mixer=(own, None), heads=()),
         EncoderDecoder(replace(TINY, heads=()), TINY),
     ],

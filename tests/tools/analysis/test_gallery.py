@@ -125,9 +125,8 @@ def with_example(example):
 def test_a_report_draws_what_the_objective_gives(tmp_path, monkeypatch, caplog):
     pictures, drawn = run_with(tmp_path, monkeypatch, with_example(shown))
     assert drawn["Attention"]["tokens"].tolist() == [(TEXT + 1).tolist()]
-    assert drawn["Gradients"]["labels"].tolist() == [
-        TEXT.tolist()
-    ]  # those of the loss of the example itself
+    # those of the loss of the example itself
+    assert drawn["Gradients"]["labels"].tolist() == [TEXT.tolist()]
     assert {"Architecture", "Attention", "Gradients"} <= set(pictures) and not caplog.text
 
 

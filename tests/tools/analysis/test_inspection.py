@@ -41,9 +41,8 @@ def test_a_text_token_by_token(config):
     out = models.apply(config, params, jax.device_put(tokens))
     logs = np.asarray(jax.nn.log_softmax(out.logits[0]), np.float64)
     assert found.tokens == list(TEXT) and np.isnan(found.losses[0])
-    np.testing.assert_allclose(
-        found.losses[1:], -logs[np.arange(15), tokens[0, 1:]], rtol=1e-4
-    )  # float32
+    # float32
+    np.testing.assert_allclose(found.losses[1:], -logs[np.arange(15), tokens[0, 1:]], rtol=1e-4)
     best = [Bytes().decode([row.argmax()]) for row in logs]
     assert (
         found.lens[-1] == best == [row[0][0] for row in found.predictions] and len(found.lens) == 3
@@ -73,7 +72,6 @@ def test_what_cannot_be_inspected():
         inspection.inspect(
             replace(CONFIG, masks=(full(),), heads=(Classification(3),)), params, Bytes(), TEXT
         )
-    with pytest.raises(
-        ConfigError, match="sees later tokens"
-    ):  # its head predicts the token at its own place
+    # its head predicts the token at its own place
+    with pytest.raises(ConfigError, match="sees later tokens"):
         inspection.inspect(replace(CONFIG, masks=(full(),)), params, Bytes(), TEXT)

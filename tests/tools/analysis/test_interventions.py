@@ -55,12 +55,20 @@ def test_an_ablated_head_is_one_without_output():
         }
         without = params | {"layers": params["layers"] | {"attention": attention}}
         expected = LOSS(models.apply(CONFIG, without, TOKENS)) - plain
-        np.testing.assert_allclose(
-            found[layer, head], expected, atol=2e-6
-        )  # a difference of float32 losses
+        # a difference of float32 losses
+        np.testing.assert_allclose(found[layer, head], expected, atol=2e-6)
 
 
 def test_the_heads_of_one_layer_are_refused():
     params = models.init(CONFIG, jax.random.key(0))
     with pytest.raises(ConfigError, match=r"layers/0/attention/heads is \[2, 12, .*all layers"):
         interventions.head_ablation(CONFIG, params, TOKENS, LOSS, name="layers/0/attention/heads")
+
+
+@pytest.mark.parametrize("function", [interventions.gradients, interventions.head_ablation])
+def test_edits_of_a_caller_are_not_replaced_in_silence(function):
+    params = models.init(CONFIG, jax.random.key(0))
+    edits = {"embedding": lambda x, layer: x}
+    names = [("embedding",)] if function is interventions.gradients else []
+    with pytest.raises(TypeError, match="edits"):
+        function(CONFIG, params, TOKENS, LOSS, *names, edits=edits)

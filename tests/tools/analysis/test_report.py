@@ -149,9 +149,8 @@ def test_words_of_a_run_are_no_markup(trained, monkeypatch):
     text = page(trained, str(folder))
     shutil.rmtree(folder)
     assert "<script>" not in text and "&lt;script&gt;" in text and not Strict(text).open
-    assert (
-        "step-10." in text and "step-6." not in text
-    )  # the newest, though "step-6" comes later in the alphabet
+    # the newest, though "step-6" comes later in the alphabet
+    assert "step-10." in text and "step-6." not in text
 
 
 @pytest.mark.thorough
@@ -221,9 +220,8 @@ def screenshot(address, path, width, height, scheme):
     command += ["--allow-file-access-from-files", f"--window-size={width},{height}", address]
     begin = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert "CONSOLE" not in done.stderr and time.monotonic() - begin < 15, (
-        done.stderr
-    )  # < 5 s on an idle machine
+    # < 5 s on an idle machine
+    assert "CONSOLE" not in done.stderr and time.monotonic() - begin < 15, done.stderr
     return np.asarray(Image.open(path).convert("RGB"))
 
 

@@ -63,9 +63,8 @@ def test_parabolas_find_the_growth_of_the_best_size():
     flops, sizes = np.array(rows).T
     found = scaling.isoflop(flops, sizes, scaling.HOFFMANN.loss(sizes, flops / 6 / sizes))
     assert abs(found.exponent - 0.28 / 0.62) < 0.01
-    np.testing.assert_allclose(
-        found.parameters, scaling.HOFFMANN.optimum(budgets)[0], rtol=0.05
-    )  # a parabola is not the law
+    # a parabola is not the law
+    np.testing.assert_allclose(found.parameters, scaling.HOFFMANN.optimum(budgets)[0], rtol=0.05)
 
 
 def test_kaplans_law_has_its_exponents():

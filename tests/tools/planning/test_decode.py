@@ -92,9 +92,8 @@ def test_a_plan_of_decoding_for_devices_that_are_here(monkeypatch):
     monkeypatch.setitem(decode.cost.CHIPS, "cpu", decode.cost.CHIPS["TPU v5 lite"])
     experiment = replace(plan.of_preset("small", TINY), mesh=Mesh(data=2, tensor=4))
     made = decode.plan_decode(experiment, "here", jax.devices(), rows=4, length=256)
-    heads = (
-        2 * 2 * (4 // 2) * (4 // 4) * 256 * TINY.head_size * 2
-    )  # keys and values, layers, rows, heads, in bfloat16
+    # keys and values, layers, rows, heads, in bfloat16
+    heads = 2 * 2 * (4 // 2) * (4 // 4) * 256 * TINY.head_size * 2
     assert made.cache_bytes == heads + 2 * 4  # and the lengths of two rows
     assert {(one["kind"], one["axes"]) for one in made.collectives} == {
         ("all-reduce", ("data",)),

@@ -206,9 +206,8 @@ def test_the_splash_kernel_counts_its_blocks():
     whole = flops.count(partial(run, masks.full()), query)
     assert whole.matmul == 4 * 2 * 512**2 * 128 and not whole.notes
     banded = flops.count(partial(run, masks.causal()), floats(1, 2048, 2, 128))
-    assert (
-        banded.matmul == 10 / 16 * 4 * 2 * 2048**2 * 128
-    )  # 4 x 4 blocks of 512, those above the diagonal left out
+    # 4 x 4 blocks of 512, those above the diagonal left out
+    assert banded.matmul == 10 / 16 * 4 * 2 * 2048**2 * 128
 
 
 def test_loops_of_known_and_of_unknown_length():

@@ -81,9 +81,8 @@ def programs(lines_of):
 
 def test_a_step_writes_no_second_state_and_no_array_of_logits_for_its_labels(programs):
     assert programs["one"]["scatters"] == 0
-    assert (
-        programs["one"]["copies"] <= 2
-    )  # of the parameters and two moments; a conditional copies each twice
+    # of the parameters and two moments; a conditional copies each twice
+    assert programs["one"]["copies"] <= 2
 
 
 def test_what_a_step_moves_besides_its_products(programs):

@@ -36,9 +36,8 @@ def test_kinds_axes_and_bytes():
     assert sums == [Collective("all-reduce", ("data",), 1, 4 * 4 * 4)]
     (gathered,) = found(lambda x: jax.lax.all_gather(x, ("data", "tensor")), (8, 8))
     assert gathered == Collective("all-gather", ("data", "tensor"), 1, 4 * 4 * 4 * 4)
-    assert (
-        found(lambda x: jax.lax.psum(x, "context"), (8, 8)) == []
-    )  # groups of one exchange nothing
+    # groups of one exchange nothing
+    assert found(lambda x: jax.lax.psum(x, "context"), (8, 8)) == []
 
 
 def test_loops_are_multiplied_out():
@@ -119,9 +118,8 @@ def test_bytes_through_memory():
     stacked = jax.ShapeDtypeStruct((100, 64, 64), jnp.float32)
     scanned = lambda x, ws: jax.lax.scan(lambda x, w: (x + jnp.sin(w), None), x, ws)[0]
     moved = sum(hlo.traffic(jax.jit(scanned).lower(shape, stacked).compile().as_text()))
-    assert (
-        100 * 2 * size < moved < 100 * 5 * size + 5 * size
-    )  # each turn its own part, not the stack
+    # each turn its own part, not the stack
+    assert 100 * 2 * size < moved < 100 * 5 * size + 5 * size
     assert sum(hlo.traffic(WRITTEN.replace("f32[8]{0}", "f32[8]{0:S(1)}"))) < sum(
         hlo.traffic(WRITTEN)
     )
@@ -157,10 +155,11 @@ ENTRY %main (a: f32[4,100], i: s32[4,2], p: pred[]) -> f32[4] {
 def test_what_the_gpu_compiler_writes():
     """Elements cut out of an array under another shape; a condition of bits, whose branch 1 is that
     of True."""
+    # elements, their places, the result; two operands and the result
     cut, doubled = (
         4 * 4 + 4 * 2 * 4 + 4 * 4,
         3 * 4 * 4,
-    )  # elements, their places, the result; two operands and the result
+    )
     assert hlo.traffic(CUT, branch=1).others == cut + doubled
     assert hlo.traffic(CUT, branch=0).others == cut
 

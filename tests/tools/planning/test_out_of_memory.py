@@ -58,10 +58,11 @@ def needed(monkeypatch):
         ({"mesh": Mesh(data=2, tensor=4)}, {"--accumulation=8", "--mesh.data=1 --mesh.fsdp=-1"}),
         ({"mesh": Mesh(data=1, tensor=-1)}, {"--accumulation=8"}),
         ({"mesh": Mesh(backend="pmap")}, {"--accumulation=4"}),
+        # fsdp does not divide its width
         (
             {"model": replace(STACK, d_model=36, num_heads=4)},
             {"--accumulation=4"},
-        ),  # fsdp does not divide its width
+        ),
         ({"batch_size": 24}, set()),
         ({"accumulation": 2}, {"--accumulation=4", "--batch-size=16"}),
         ({"mesh": Mesh(data=2, stage=2)}, {"--accumulation=8"}),

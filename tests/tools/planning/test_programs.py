@@ -104,8 +104,10 @@ def test_the_loss_head_moves_its_gradient_once_in_1024_tokens(programs):
 
 
 def test_a_layer_split_over_tensor_has_five_sums(programs):
-    """Attention and feed-forward, forward; attention again; what enters q, k, v, and gate, up. It
-    was eight."""
+    """Attention and feed-forward, forward; attention again; what enters q, k, v, and gate, up.
+
+    It was eight.
+    """
     array = 16 * 512 * 1024 * 4 / 2**20  # a fast compile sums in float32, the usual one in bfloat16
     outside = 3 * array  # embedding and head
     assert 4 * 5 * array <= programs["tensor"]["all-reduce"] <= 4 * 5 * array + outside
@@ -115,9 +117,8 @@ def test_fsdp_over_a_torus_of_256_scatters_each_gradient_and_sums_none(programs)
     """It was a whole float32 all-reduce of each weight."""
     kernels, head = 4 * (4 * 4096**2 + 3 * 4096 * 11008), 2048 * 4096
     found = programs["fsdp"]
-    assert (
-        found["all-reduce"] < 20
-    )  # norms, and in a fast compile the gather of the head; each kernel would be 64 or 172
+    # norms, and in a fast compile the gather of the head; each kernel would be 64 or 172
+    assert found["all-reduce"] < 20
     assert (
         4 * kernels / 256
         <= found["reduce-scatter"] * 2**20
