@@ -65,7 +65,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from jaxformer import __version__
@@ -235,7 +234,9 @@ def check_host(runs: str, version: str | None) -> None:
 
     These checks take no time. `loop.train` makes the others before it compiles.
     """
-    if version is not None and (installed := metadata.version("jax")) != version:
+    from jaxformer.parallel.numerics import version_of
+
+    if version is not None and (installed := version_of("jax")) != version:
         raise ConfigError(
             f"--jax={version}: this machine has jax {installed}; "
             "install that version, or build the image again"

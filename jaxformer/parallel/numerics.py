@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 import jax
+import jaxlib
 
 # options of JAX that decide numbers
 OPTIONS = (
@@ -21,12 +22,26 @@ HARMLESS = ("--xla_dump", "--xla_force_host_platform_device_count", "--xla_log")
 CODE = Path(__file__).parents[1]
 
 
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None for one that was never installed.
+
+    A package may be found on the path without that, as a checkout or a copied folder.
+    """
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def numerics() -> dict[str, str]:
     """{name: value} of versions, options and code that decide this process's numbers.
 
     Its experiment and devices decide them, too, and are compared elsewhere.
     """
-    values = {f"the version of {name}": metadata.version(name) for name in ("jax", "jaxlib")}
+    values = {
+        "the version of jax": jax.__version__,
+        "the version of jaxlib": jaxlib.__version__,
+    }
     values |= {name: str(jax.config.values[name]) for name in OPTIONS if name in jax.config.values}
     for name in VARIABLES:
         flags = [flag for flag in os.environ.get(name, "").split() if not flag.startswith(HARMLESS)]

@@ -7,7 +7,6 @@ running the copy, never from the description.
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from etils import epath
 from jaxformer import config
 from jaxformer.config import no_links, storage
 from jaxformer.errors import ConfigError
+from jaxformer.parallel.numerics import version_of
 from jaxformer.runs import trust
 from jaxformer.runs.checkpoint import resolve
 from jaxformer.runs.metrics import read_records
@@ -381,7 +381,7 @@ def environment(data_digest: str) -> dict:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "packages": {name: version_of(name) for name in packages},
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "device": devices[0].device_kind,

@@ -5,9 +5,6 @@ import os
 
 def pytest_runtest_logreport(report):
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        reasons = [
-            line
-            for line in report.longreprtext.splitlines()
-            if line.startswith(("E ", "tests/", "jaxformer/"))
-        ]
-        print("\n".join(["", *reasons[:40]]))
+        lines = report.longreprtext.splitlines()
+        reasons = [line for line in lines if line.startswith(("E ", "tests/", "jaxformer/"))]
+        print("\n".join(["", *(reasons[:40] or lines[-40:])]))

@@ -60,11 +60,10 @@ train(Path(folder), {"tiny": file}, *options, stop=stop)
 def start(folder: Path, *options: str, stop: dict[str, int] | None = None) -> subprocess.Popen:
     """A run by the command, in a process that has no program of an earlier one: it chooses its
     algorithms anew."""
-    variables = (
-        os.environ
-        | {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": str(ROOT)}
-        | DETERMINISTIC
-    )
+    # packages may stand on the path alone
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    added = {"JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": path}
+    variables = os.environ | added | DETERMINISTIC
     command = [sys.executable, "-c", TRAIN, json.dumps([str(folder), EXPERIMENT, options, stop])]
     return subprocess.Popen(
         command,

@@ -10,13 +10,13 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer.errors import ConfigError
+from jaxformer.parallel.numerics import version_of
 
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 EXAMPLES = "v5e:4x4, v5p:8x8x8, v4:8x16x16, v6e:16x16, tpu7x:4x4x8, h200:16x8"
@@ -92,11 +92,9 @@ def devices(name: str, slices: int = 1) -> list:
 
 def versions(platform: str) -> dict[str, str]:
     """The installed versions of jax and of the compiler of that platform."""
-    numbers = {}
-    for name in ("jax", "libtpu" if platform == "tpu" else "jax-cuda13-plugin"):
-        with suppress(metadata.PackageNotFoundError):
-            numbers[name] = metadata.version(name)
-    return numbers
+    compiler = "libtpu" if platform == "tpu" else "jax-cuda13-plugin"
+    found = {name: version_of(name) for name in ("jax", compiler)}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def _ask(platform: str, extra: str, name: str, **options: Any) -> list:
