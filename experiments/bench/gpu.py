@@ -161,7 +161,7 @@ def tests(check: Check) -> None:
     ]
     log = Path(check.file.name).with_suffix(".log").open("w", encoding="utf-8")
     for line in check.lines(command, JAX_PLATFORMS=platforms):
-        log.write(line + "\n")
+        log.write(f"{time.monotonic() - check.began:5.0f} s  {line}\n")
         log.flush()
         if match := re.search(r"\b(PASSED|FAILED|ERROR|SKIPPED) (tests/\S.*)", line):
             counts[match[1]] = counts.get(match[1], 0) + 1

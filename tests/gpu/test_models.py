@@ -91,8 +91,17 @@ def test_decoding_equals_the_forward_pass(name):
         close(row, expected[: len(row)])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["gpt2_small", "llama_7b", "mixtral_8x7b"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("gpt2_small", "float32"),
+        ("gpt2_small", "bfloat16"),
+        ("llama_7b", "float32"),
+        ("llama_7b", "bfloat16"),
+        # not in bfloat16: where two experts score almost alike, a rounding decides which one runs
+        ("mixtral_8x7b", "float32"),
+    ],
+)
 def test_weights_of_8_bits_decode_as_on_a_cpu(name, dtype):
     config = FAMILIES[name]
 
