@@ -53,7 +53,7 @@ def fields_with_effect(config: Config) -> dict[str, Any]:
         "d_ff": config.ff_width,
         "use_bias": biases,
         "tie_embeddings": config.tie_embeddings or not config.heads,
-        "attention_scale": config.score_scale,
+        "attention_scale": config.score_scale or config.head_size**-0.5,
         "mup": config.tie_embeddings and isinstance(config.init_std, models.MuP),  # divides logits
         "mixer": shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
     }

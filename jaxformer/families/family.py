@@ -23,9 +23,10 @@ from jaxformer.params import Spec, paths
 #     patches         a convolution
 #     leaf1, leaf2    1 or 2 axes of length 1 in front
 #     lines           an axis of length 1 after the first
+#     by_head         our modules side by side within each key head, as in torch: GPT-NeoX, Falcon
 #     unread          a number for each row of our leaf, which their model never uses
 # A rule for a leaf of ours (not a module) keeps the order of its axes.
-Kind = Literal["linear", "conv1d", "patches", "leaf1", "leaf2", "lines", "unread"]
+Kind = Literal["linear", "conv1d", "patches", "by_head", "leaf1", "leaf2", "lines", "unread"]
 
 
 class Rule(NamedTuple):
@@ -41,10 +42,18 @@ class Rule(NamedTuple):
     layers: tuple[int, ...] | None = None
 
 
-def rules(ours: str, theirs: str, names: dict[str, str], kind: Kind = "linear") -> list[Rule]:
-    """One rule for each {our name: their name}, with the prefixes `ours` and `theirs`."""
+def rules(ours: str, theirs: str, names: Mapping[Any, str], kind: Kind = "linear") -> list[Rule]:
+    """One rule for each {our name: their name}, with the prefixes `ours` and `theirs`.
+
+    A tuple of our names is one tensor of theirs.
+    """
+
+    def with_prefix(name: Any) -> Any:
+        return tuple(map(with_prefix, name)) if isinstance(name, tuple) else ours + name
+
     return [
-        Rule(ours + our_name, theirs + their_name, kind) for our_name, their_name in names.items()
+        Rule(with_prefix(our_name), theirs + their_name, kind)
+        for our_name, their_name in names.items()
     ]
 
 
@@ -84,14 +93,16 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
     out_first: bool = False  # their output axis is the first, ours the last
+    # equal pieces of the output axis; each of them has the parts side by side
+    groups: int = 1
 
     def ours(self, array: np.ndarray) -> list[np.ndarray]:
         """The parts of the tensor in our layout."""
         if self.out_first:
             array = np.moveaxis(array, 0, -1)
-        widths = [
-            math.prod(part.shape) * array.shape[-1] // max(array.size, 1) for part in self.parts
-        ]
+        inputs = array.size // max(array.shape[-1], 1) or 1
+        widths = [math.prod(part.shape) // inputs // self.groups for part in self.parts]
+        array = array.reshape(*array.shape[:-1], self.groups, sum(widths))
         pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1)
         return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
 
@@ -104,7 +115,9 @@ class Tensor(NamedTuple):
         if len(pieces) == 1:
             array = pieces[0].reshape(shape)
         else:
-            array = np.concatenate([piece.reshape(*shape[:-1], -1) for piece in pieces], axis=-1)
+            lead = *shape[:-1], self.groups
+            array = np.concatenate([piece.reshape(*lead, -1) for piece in pieces], axis=-1)
+            array = array.reshape(shape)
         return np.moveaxis(array, -1, 0) if self.out_first else array
 
 
@@ -183,10 +196,13 @@ def _tensors(
         return {theirs: Tensor(specs[0].shape[:1])}
     lead = theirs.count("{}")  # axes of layers and experts
     in_module = theirs != rule.theirs
-    matrix = in_module and rule.kind in ("linear", "conv1d")
+    matrix = in_module and rule.kind in ("linear", "conv1d", "by_head")
     shapes = [_matrix_shape(spec, lead) if matrix else spec.shape[lead:] for spec in specs]
     shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-    out_first = in_module and rule.kind in ("linear", "patches")
+    out_first = in_module and rule.kind in ("linear", "patches", "by_head")
+    # the last of our modules has a key head in each group
+    axes = dict(zip(specs[-1].axes, specs[-1].shape, strict=True))
+    groups = axes["kv_heads"] if rule.kind == "by_head" else 1
     if out_first:
         shape = shape[-1:] + shape[:-1]
     with_ones = {"leaf1": (1, *shape), "leaf2": (1, 1, *shape), "lines": (shape[0], 1, shape[-1])}
@@ -199,7 +215,7 @@ def _tensors(
             Part(place.path, place.index + expert, spec.shape[lead:])
             for place, spec in zip(places, specs, strict=True)
         ]
-        tensors[theirs.format(*layer, *expert)] = Tensor(shape, tuple(parts), out_first)
+        tensors[theirs.format(*layer, *expert)] = Tensor(shape, tuple(parts), out_first, groups)
     return tensors
 
 

@@ -11,7 +11,18 @@ import numpy as np
 
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
-from jaxformer.families import bert, bigbird, gpt2, llama, longformer, marian, reformer, t5, vit
+from jaxformer.families import (
+    bert,
+    bigbird,
+    gemma,
+    gpt2,
+    llama,
+    longformer,
+    marian,
+    reformer,
+    t5,
+    vit,
+)  # fmt: skip
 from jaxformer.families.classes import write_labels
 from jaxformer.families.comparison import fields_with_effect
 from jaxformer.families.family import Family, plan
@@ -27,13 +38,14 @@ from jaxformer.families.tokens import (
     token_filters,
     written_tokens,
 )
+from jaxformer.families.unread import Recorded, check_unread
 from jaxformer.families.weights import read_weights
 from jaxformer.interop import safetensors
 from jaxformer.interop.safetensors import list_names
 from jaxformer.params import paths
 
 # the known families, in the order in which `save` tries them
-KNOWN = (gpt2, llama, reformer, bert, longformer, bigbird, vit, t5, marian)
+KNOWN = (gpt2, llama, gemma, reformer, bert, longformer, bigbird, vit, t5, marian)
 FAMILIES: dict[str, Family] = {
     kind: family for module in KNOWN for kind, family in module.FAMILIES.items()
 }
@@ -150,7 +162,10 @@ def _read_settings(file: safetensors.Files, family: Family) -> Checkpoint:
     """The checkpoint of a folder, without parameters."""
     try:
         check_layers(file.config, len(file.names))
-        config = family.read(file.config, file.names)
+        settings = Recorded(file.config)
+        config = family.read(settings, file.names)
+        if any(family is known for known in FAMILIES.values()):
+            check_unread(settings)
         tokens = read_tokens(file.generation, file.config)
         labels = read_labels(file.config)
     except ConfigError as error:

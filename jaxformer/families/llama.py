@@ -5,38 +5,30 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from jaxformer.errors import ConfigError
-from jaxformer.families.classes import (
-    DECODER_TASKS,
-    SPAN,
-    heads_of_decoder,
-    read_heads,
-    write_heads,
+from jaxformer.families.classes import SPAN, heads_of_decoder, read_heads, write_heads
+from jaxformer.families.decoder import (
+    ALL_BIASES,
+    EXPERT_MAPS,
+    FIELDS,
+    FULL,
+    SLIDING,
+    decoder_family,
+    decoder_rules,
+    head_width,
+    read_biases,
+    read_kinds,
+    read_masks,
+    sliding,
+    write_biases,
+    write_masks,
 )
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.rotations import read_rope, write_rope
-from jaxformer.families.settings import (
-    COMMON,
-    GATED,
-    PROJECTIONS,
-    Json,
-    Key,
-    get,
-    layer_kinds,
-    read_fields,
-    repeated,
-    shortest_pattern,
-    write_fields,
-)
-from jaxformer.masks import Mask, causal, window
+from jaxformer.families.settings import GATED, Json, Key, get, read_fields, write_fields
+from jaxformer.masks import Mask
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.mixture import Mixture
 from jaxformer.zoo.qk_norm import qk_norm
-
-
-def left_window(mask: Mask) -> int | None:
-    """w of `causal() & window(w - 1)`, the number of keys that a query sees; else None."""
-    sides = [conjunct.args[0] for conjunct in mask.conjuncts() if conjunct.args]
-    return next((left + 1 for left in sides if mask == causal() & window(left)), None)
 
 
 class Llama(NamedTuple):
@@ -59,17 +51,12 @@ class Llama(NamedTuple):
     @property
     def fields(self) -> dict[str, Key]:
         """{our field: their entry of config.json}."""
-        return COMMON | {
-            "head_width": Key("head_dim", None),
+        return FIELDS | {
             "num_kv_heads": Key("num_key_value_heads", self.kv_heads),
-            "feedforward": Key("hidden_act", "silu", GATED),
             "norm_eps": Key("rms_norm_eps", self.norm_eps),
-            "attention_dropout_rate": Key("attention_dropout", 0.0),
-            "tie_embeddings": Key("tie_word_embeddings", False),
         }
 
 
-ALL_BIASES = "query|key|value|out"
 LLAMAS = {
     "llama": Llama("Llama", biases={"attention_bias": ALL_BIASES, "mlp_bias": "gate|up|down"}),
     "mistral": Llama("Mistral", kv_heads=8, window=4096, windows="every layer", span_base="model."),
@@ -104,15 +91,14 @@ def _read_llama(family: Llama, c: Json, names: Collection[str]) -> ModelConfig:
         raise ConfigError(f"config.json: num_attention_heads={N} does not divide hidden_size={D}")
     if family.name == "Mixtral":
         fields["feedforward"] = Mixture(**read_fields(c, MIXTURE))
-    fields["head_width"] = fields["head_width"] or family.head_width or (D // N if D % N else None)
-    biases = [family.bias]
-    biases += [layers for flag, layers in family.biases.items() if get(c, flag, False)]
+    width = head_width(c, family.head_width)
     return ModelConfig(
         **fields,
+        head_width=width,
         norm="rms_norm",
-        positions=read_rope(c, fields["head_width"] or D // N, family.theta),
+        positions=read_rope(c, width or D // N, family.theta),
         masks=_llama_masks(family, c),
-        use_bias="|".join(filter(None, biases)) or False,
+        use_bias=read_biases(c, family.biases, family.bias),
         mixer=family.mixer,
         heads=read_heads(c, family.name, heads_of_decoder(c)),
     )
@@ -120,44 +106,39 @@ def _read_llama(family: Llama, c: Json, names: Collection[str]) -> ModelConfig:
 
 def _llama_masks(family: Llama, c: Json) -> tuple[Mask, ...]:
     """The masks of the layers, as their shortest pattern."""
-    L = get(c, "num_hidden_layers")
-    width = get(c, "sliding_window", family.window)
     if family.windows == "no layer":
+        return (sliding(None),)
+    width = get(c, "sliding_window", family.window)
+    if family.windows == "every layer":
+        return (sliding(width),)
+    if not get(c, "use_sliding_window", False):
         width = None
-    if family.windows == "layer types" and not get(c, "use_sliding_window", False):
-        width = None
-    local = causal() if width is None else causal() & window(width - 1)
-    if family.windows != "layer types":
-        return (local,)
-    first = L if width is None else get(c, "max_window_layers", 28)
-    kinds = c.get("layer_types") or [
-        "full_attention" if i < first else "sliding_attention" for i in range(L)
-    ]
-    layer_kinds("layer_types", kinds, L, "full_attention", "sliding_attention")
-    if width is None and "sliding_attention" in kinds:
+    layers = get(c, "num_hidden_layers")
+    first = layers if width is None else get(c, "max_window_layers", 28)
+    kinds = read_kinds(c, [FULL if i < first else SLIDING for i in range(layers)])
+    if width is None and SLIDING in kinds:
         raise ConfigError(
             "config.json: layer_types has sliding_attention; "
             "set sliding_window and use_sliding_window"
         )
-    return shortest_pattern([local if kind == "sliding_attention" else causal() for kind in kinds])
+    return read_masks(kinds, width)
 
 
 def _write_llama(family: Llama, config: ModelConfig) -> Json:
-    windows = [left_window(mask) for mask in repeated(config.masks, config)]
-    width = next(filter(None, windows), None)
     c = write_fields(config, family.fields)
     c |= write_heads(config.heads, family.name, heads_of_decoder({}))
     c["num_key_value_heads"] = config.kv_heads
-    c["head_dim"] = config.head_size if family.head_width else config.head_width
+    if family.head_width or config.head_width:
+        c["head_dim"] = config.head_size
     c |= write_rope(config.positions)
-    if c["head_dim"] is None:
-        del c["head_dim"]
-    c |= {flag: config.has_bias(layers.split("|")[-1]) for flag, layers in family.biases.items()}
+    c |= write_biases(config, family.biases)
+    masks = write_masks(config)
     if family.windows != "no layer":
-        c["sliding_window"] = width
+        c["sliding_window"] = masks["sliding_window"]
     if family.windows == "layer types":
-        c |= {"use_sliding_window": width is not None, "max_window_layers": config.num_layers}
-        c["layer_types"] = ["sliding_attention" if width else "full_attention" for width in windows]
+        has_window = masks["sliding_window"] is not None
+        c |= {"use_sliding_window": has_window, "max_window_layers": config.num_layers}
+        c["layer_types"] = masks["layer_types"]
     if family.name == "Mixtral":
         c |= write_fields(config.feedforward, MIXTURE)
     return c
@@ -165,33 +146,19 @@ def _write_llama(family: Llama, config: ModelConfig) -> Json:
 
 def _llama_rules(family: Llama, config: ModelConfig) -> list[Rule]:
     base = family.span_base if SPAN in config.heads else "model."
-    layer = base + "layers.{}."
-    norms = {"attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm"}
-    attention = PROJECTIONS | {"out": "o_proj", "query_norm": "q_norm", "key_norm": "k_norm"}
-    if isinstance(config.feedforward, Mixture):
-        module = layer + "block_sparse_moe.experts.{}."
-        feedforward = {"gate": "w1", "up": "w3", "down": "w2"}
-    else:
-        module = layer + "mlp."
-        feedforward = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    heads = {"language_model/kernel": "lm_head.weight", "token_classification": "score"}
+    if not isinstance(config.feedforward, Mixture):
+        return decoder_rules(base=base)
+    mixture = base + "layers.{}.block_sparse_moe."
     return [
-        *rules("", base, {"embedding/tokens": "embed_tokens.weight", "final_norm": "norm"}),
-        *rules("layers/", layer, norms),
-        *rules("layers/attention/", layer + "self_attn.", attention),
-        Rule("layers/feedforward/router", layer + "block_sparse_moe.gate"),
-        *rules("layers/feedforward/", module, feedforward),
-        *rules("heads/", "", DECODER_TASKS | heads),
+        *decoder_rules(base=base, feedforward={}),
+        Rule("layers/feedforward/router", mixture + "gate"),
+        *rules("layers/feedforward/", mixture + "experts.{}.", EXPERT_MAPS),
     ]
 
 
 def _llama_family(llama: Llama) -> Family:
-    return Family(
-        read=partial(_read_llama, llama),
-        write=partial(_write_llama, llama),
-        rules=partial(_llama_rules, llama),
-        prefix="model.",
-        aliases={"lm_head.weight": "model.embed_tokens.weight"},
+    return decoder_family(
+        partial(_read_llama, llama), partial(_write_llama, llama), partial(_llama_rules, llama)
     )
 
 

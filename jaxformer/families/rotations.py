@@ -10,8 +10,18 @@ import numpy as np
 
 from jaxformer.errors import ConfigError
 from jaxformer.families.settings import Json, get, only
-from jaxformer.ops.positions import NTK, Linear, Llama3, LongRoPE, Rope, YaRN, rope_frequencies
+from jaxformer.ops.positions import (
+    NTK,
+    Layout,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Rope,
+    YaRN,
+    rope_frequencies,
+)
 
+PARTIAL = "partial_rotary_factor"
 LENGTH, ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 ATTENTION = "attention_factor"
 YARN = {"beta_fast": float, "beta_slow": float, "truncate": bool}
@@ -31,25 +41,33 @@ SCALINGS: dict[str, tuple[Any, dict[str, type]]] = {
 }
 
 
-def read_rope(c: Json, head_width: int, theta: float = 1e4) -> Rope:
+def read_rope(
+    c: Json,
+    head_width: int,
+    theta: float = 1e4,
+    *,
+    fraction: float | None = None,
+    layout: Layout = "half",
+) -> Rope:
     """The rotation of a config.
 
-    These models rotate the full head: a partial factor is ignored, and with scaling refused.
+    `theta` and `fraction` are the defaults of the family. Without a `fraction`, the family's models
+    rotate the full head: a partial factor is ignored, and with scaling refused.
     """
     rope = _rope_settings(c)
     kind = rope.get("rope_type", "default")
-    if kind != "default":
-        only(
-            {"partial_rotary_factor": c.get("partial_rotary_factor") or 1.0} | rope,
-            partial_rotary_factor=1.0,
-        )
+    partial = {PARTIAL: c[PARTIAL]} if c.get(PARTIAL) is not None else {}
+    partial |= {PARTIAL: rope[PARTIAL]} if PARTIAL in rope else {}
+    if fraction is None and kind != "default":
+        only(partial, partial_rotary_factor=1.0)
+    rotated = 1.0 if fraction is None else get(partial, PARTIAL, fraction)
     base = get(rope, "rope_theta", theta)
     settings = None if kind == "default" else _read_scaling(c, rope, kind)
     try:
         if head_width > 2**20:
             raise ValueError(f"expected at most {2**20} features of a head")
         scaling = None if settings is None else SCALINGS[kind][0](*settings)
-        rotation = Rope(base, 1.0, "half", scaling)
+        rotation = Rope(base, rotated, layout, scaling)
         with np.errstate(all="ignore"):
             rope_frequencies(head_width, rotation)
     except ValueError as error:
@@ -124,9 +142,14 @@ def _read_scaling(c: Json, rope: Json, kind: str) -> list[Any]:
 def write_rope(positions: Any) -> Json:
     """The entries of config.json for a rotation: for transformers 5 and for older readers."""
     rope = _rope_parameters(positions)
+    partial = {PARTIAL: rope[PARTIAL]} if PARTIAL in rope else {}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     older = None if rope["rope_type"] == "default" else scaling | {"type": rope["rope_type"]}
-    return {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "rope_scaling": older}
+    return {
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": older,
+    } | partial
 
 
 def _rope_parameters(positions: Any) -> Json:
@@ -138,4 +161,6 @@ def _rope_parameters(positions: Any) -> Json:
             values = zip(fields, vars(scaling).values(), strict=True)
             c |= {name: value for name, value in values if value is not None} | {"rope_type": kind}
     c.pop(LENGTH, None)  # NTK's length is the config's
+    if (fraction := getattr(positions, "fraction", 1.0)) != 1:
+        c[PARTIAL] = fraction
     return c

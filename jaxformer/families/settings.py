@@ -14,7 +14,8 @@ Json = dict[str, Any]
 class Key(NamedTuple):
     """An entry of config.json, see `get`.
 
-    `values` translates it, {theirs: ours}. If several of theirs mean ours, we write the first.
+    `values` translates it, {theirs: ours}. If several of theirs mean ours, we write the default, or
+    the first.
     """
 
     name: str
@@ -128,7 +129,8 @@ def write_fields(config: Any, table: dict[str, Key]) -> Json:
         if value is None and default is int:
             value = getattr(config, {"d_ff": "ff_width", "head_width": "head_size"}[ours])
         if values is not None:
-            value = next((theirs for theirs, mine in values.items() if mine == value), None)
+            theirs = [default, *values]  # the family's own word comes first
+            value = next((word for word in theirs if values.get(word, ...) == value), None)
         c[name] = value
     return c
 

@@ -222,8 +222,8 @@ class ModelConfig:
     # an activation (relu gelu gelu_tanh silu relu2), a gate (glu swiglu geglu reglu ...),
     # models.Mixture, or your own; a tuple: one for each layer, repeated over the depth
     feedforward: Callable | str | tuple[Callable | str, ...] = "gelu_tanh"
-    # of each sub-layer, and the last one: layer_norm, rms_norm, norm.Unscaled(), norm.no_norm,
-    # or your own: (config, width) -> Norm
+    # of each sub-layer, and the last one: layer_norm, rms_norm, norm.one_plus_rms_norm (Gemma),
+    # norm.Unscaled(), norm.no_norm, or your own: (config, width) -> Norm
     norm: Callable | str = "layer_norm"
     norm_eps: float = 1e-5  # added to the variance
     # how sub-layers meet the residual stream; None: blocks.pre_norm (GPT-2); post_norm (2017),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.nn.initializers import ones, zeros
 from jaxtyping import Float
@@ -61,6 +62,19 @@ class Unscaled:
             return ops.rms_norm(x, None, config.norm_eps)
 
         return Norm({}, apply)
+
+
+def one_plus_rms_norm(config: ModelConfig, width: int) -> Norm:
+    """RMSNorm times 1 + w, with w = 0 at the start: weight decay draws the factor to 1, not to 0.
+
+    Gemma has it: Gemma Team 2024, arXiv:2403.08295.
+    """
+
+    def apply(params: Tree, x: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return ops.rms_norm(x, 1 + params["scale"].astype(wide), config.norm_eps)
+
+    return Norm({"scale": Spec((width,), ("embed",), zeros)}, apply)
 
 
 def no_norm(config: ModelConfig, width: int) -> Norm:

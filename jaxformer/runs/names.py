@@ -48,7 +48,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL,
     "mixer": Offered("jaxformer.zoo", {"Linear": "linear_attention"}),
     "block": _of(blocks, "pre_norm post_norm sandwich output_norm parallel"),
-    "norm": _of(norm, "Unscaled no_norm"),
+    "norm": _of(norm, "Unscaled no_norm one_plus_rms_norm"),
     "positions": {"Linear": positions.Linear},
     "scaling": {"Linear": positions.Linear},
     "data": _of(sources, "Text Stdlib")

@@ -24,6 +24,7 @@ OFFERED = {
     "Reversible": "reversible",
     "qk_norm": "qk_norm",
     "qk_norm_full": "qk_norm",
+    "qk_model_norm": "qk_norm",
     "gated": "gated",
     "differential": "differential",
     "sigmoid": "sigmoid",

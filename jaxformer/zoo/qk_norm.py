@@ -16,6 +16,7 @@ from jaxformer import ops
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, Mixer
 from jaxformer.models.mixers.attention import Heads, attention
+from jaxformer.models.norm import norm, norm_spec
 from jaxformer.params import Spec, Tree
 
 
@@ -38,6 +39,21 @@ def qk_norm_full(config: ModelConfig) -> Mixer:
         return Spec((heads, config.head_size), (axis, "head"), ones)
 
     return _normalized(config, scale(config.num_heads, "heads"), scale(config.kv_heads, "kv_heads"))
+
+
+def qk_model_norm(config: ModelConfig) -> Mixer:
+    """The model's own norm of each head of queries and keys before the rotation.
+
+    Gemma 3 has it: Gemma Team 2025, arXiv:2503.19786.
+    """
+    spec = norm_spec(config, config.head_size)
+
+    def prepare(params: Tree, heads: Heads, context: Context) -> Heads:
+        query = norm(config, params["query_norm"], heads.query)
+        key = norm(config, params["key_norm"], heads.key)
+        return heads._replace(query=query, key=key)
+
+    return attention(config, extra={"query_norm": spec, "key_norm": spec}, prepare=prepare)
 
 
 def _normalized(config: ModelConfig, query: Spec, key: Spec) -> Mixer:

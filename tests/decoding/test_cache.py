@@ -79,6 +79,7 @@ MASKS = {
 MIXERS = {
     "qk_norm": zoo.qk_norm.qk_norm,
     "qk_norm_full": zoo.qk_norm.qk_norm_full,
+    "qk_model_norm": zoo.qk_norm.qk_model_norm,
     "gated": zoo.gated.gated,
     "differential": zoo.differential.differential,
     "sigmoid": zoo.sigmoid.sigmoid,

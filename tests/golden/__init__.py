@@ -26,9 +26,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.golden.families import CASES
+from tests.golden.cases import cases
+from tests.golden.families import CASES as FIRST
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "golden"
+LATER = cases()
+CASES = FIRST | LATER
 NAMES = sorted(CASES)
 
 

@@ -100,7 +100,7 @@ def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelCon
         yield "another activation", replace(config, feedforward=OTHER[config.feedforward])
     yield (
         "another kind of norm",
-        replace(config, norm={"layer_norm": "rms_norm", "rms_norm": "layer_norm"}[config.norm]),
+        replace(config, norm="rms_norm" if config.norm == "layer_norm" else "layer_norm"),
     )
     if config.stack is None:
         yield (
@@ -156,7 +156,7 @@ def other_mask(mask: masks.Mask) -> masks.Mask:
 
 
 def widened(mask: masks.Mask, step: int) -> masks.Mask:
-    from jaxformer.families.llama import left_window
+    from jaxformer.families.decoder import left_window
 
     width = left_window(mask)
     return mask if width is None else causal() & window(width - 1 + step)

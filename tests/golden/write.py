@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers.pytorch_utils import Conv1D
 
-from tests.golden.families import CASES
+from tests.golden import CASES
 
 transformers.utils.logging.disable_progress_bar()
 GENERATED = 64

@@ -31,6 +31,8 @@ from jaxformer import families, models
 from jaxformer.errors import ConfigError
 from tests.families import calls
 from tests.golden.write import EXACT, redraw
+from tests.parity import ranges
+from tests.parity.draws import rope
 
 FAMILIES = {
     "bert": "Bert",
@@ -48,6 +50,7 @@ FAMILIES = {
     "t5": "T5",
     "vit": "ViT",
 }
+FAMILIES |= {family: module.FAMILIES[family] for family, module in ranges.FILES.items()}
 TOLERANCE = 2e-5  # float32 on both sides: reference/models.md, section 1
 V = 41
 
@@ -89,49 +92,8 @@ NO_NUMBER = {
         "decoder_start_token_id",
         "chunk_size_lm_head",
     ),
+    *ranges.NO_NUMBER,
 }
-
-
-def rope(r) -> dict:
-    """Any of the documented kinds, within and beyond the context that it was made for."""
-    original, factor = r.choice([4, 6, 16]), r.choice([1.0, 2.0, 3.5])
-    pairs = 3 if r.random() < 0.8 else 2
-    kinds = dict(
-        default={},
-        linear=dict(factor=factor),
-        dynamic=dict(factor=factor),
-        yarn=dict(factor=factor, original_max_position_embeddings=original)
-        | pick(
-            r,
-            beta_fast=[8, 32],
-            beta_slow=[1, 2],
-            truncate=[False],
-            attention_factor=[0.7],
-            mscale=[0.5],
-        )
-        | pick(r, mscale_all_dim=[0.9]),
-        longrope=dict(
-            original_max_position_embeddings=original,
-            factor=factor,
-            short_factor=[r.uniform(1, 2) for _ in range(pairs)],
-            long_factor=[r.uniform(1, 4) for _ in range(pairs)],
-        )
-        | pick(r, attention_factor=[1.3]),
-        llama3=dict(
-            factor=factor,
-            original_max_position_embeddings=original,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-        ),
-    )
-    kind = r.choice(list(kinds))
-    more = pick(r, partial_rotary_factor=[0.5, 1.0]) if r.random() < 0.5 else {}
-    return dict(rope_type=kind, rope_theta=r.choice([50.0, 10_000.0])) | kinds[kind] | more
-
-
-def pick(r, **choices) -> dict:
-    """Some of the choices."""
-    return {name: r.choice(values) for name, values in choices.items() if r.random() < 0.4}
 
 
 # Values of every other field that is not a size: as documented, and a few beside the default.
@@ -196,6 +158,9 @@ RANGE = dict(
 )
 
 
+RANGE = ranges.merged(RANGE)
+
+
 def sizes(family: str, r) -> dict:
     """What a small model of the family must have."""
     heads = r.choice([1, 2, 3])
@@ -208,6 +173,8 @@ def sizes(family: str, r) -> dict:
         intermediate_size=inner,
         max_position_embeddings=r.choice([20, 36]),
     )
+    if family in ranges.FILES:
+        return ranges.FILES[family].sizes(family, r, common)
     match family:
         case "gpt2":
             return dict(
@@ -444,11 +411,9 @@ def compare(drawn: Drawn) -> tuple[str, str]:
     try:
         checkpoint = families.load(folder / "theirs")
     except ConfigError as error:
-        names = {
-            *drawn.settings,
-            *(drawn.settings.get("rope_parameters") or {}),
-            drawn.kind.__name__,
-        }
+        rope = drawn.settings.get("rope_parameters") or {}
+        nested = {name for value in rope.values() if isinstance(value, dict) for name in value}
+        names = {*drawn.settings, *rope, *nested, drawn.kind.__name__}
         named = any(name in str(error) for name in names)
         return "refused" if named else "wrong", str(error).replace(str(folder), "")
     try:

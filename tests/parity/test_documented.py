@@ -3,6 +3,8 @@ it)."""
 
 import pytest
 
+from tests.parity import ranges
+
 DRAWS = 4
 FAMILIES = [
     "bert",
@@ -20,6 +22,7 @@ FAMILIES = [
     "t5",
     "vit",
 ]
+FAMILIES += list(ranges.FILES)
 
 
 @pytest.mark.parity

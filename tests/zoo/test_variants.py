@@ -400,6 +400,7 @@ MODEL = ModelConfig(
 MIXERS = {
     "qk_norm": zoo.qk_norm.qk_norm,
     "qk_norm_full": zoo.qk_norm.qk_norm_full,
+    "qk_model_norm": zoo.qk_norm.qk_model_norm,
     "gated": zoo.gated.gated,
     "differential": zoo.differential.differential,
     "sigmoid": partial(zoo.sigmoid.sigmoid, bias=-1.0),

@@ -1,0 +1,28 @@
+"""What models of further families are drawn from, one file for each file of `jaxformer.families`.
+
+A file has:
+    FAMILIES              {model_type: beginning of the names of its classes in transformers}
+    sizes(family, r, common) -> settings that each drawn model has; `common` are those of a BERT
+    RANGE (if any)        {field: values}, in addition to those of `documented`
+    NO_NUMBER (if any)    fields that change no output of a forward pass in evaluation
+"""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+_FILES = [
+    importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)
+]
+FILES: dict[str, ModuleType] = {family: file for file in _FILES for family in file.FAMILIES}
+NO_NUMBER = {name for file in _FILES for name in getattr(file, "NO_NUMBER", ())}
+
+
+def merged(known: dict[str, list]) -> dict[str, list]:
+    """`known` and the ranges of all files: {field: values}, each value once."""
+    ranges = {name: list(values) for name, values in known.items()}
+    for file in _FILES:
+        for name, values in getattr(file, "RANGE", {}).items():
+            kept = ranges.setdefault(name, [])
+            kept += [value for value in values if value not in kept]
+    return ranges
