@@ -1,4 +1,4 @@
-"""BERT and RoBERTa, and what they share with their relatives."""
+"""BERT, RoBERTa, XLM-RoBERTa and CamemBERT, and what they share with their relatives."""
 
 import re
 from collections.abc import Callable, Collection
@@ -137,8 +137,9 @@ def _write(family: Encoder, config: Any) -> Json:
     return c | family.write_mixer(config) | write_heads(config.heads, family.name, kinds)
 
 
-def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
-    layer = f"{family.base}.encoder.layer.{{}}."
+def encoder_rules(base: str) -> list[Rule]:
+    """The rules of the embedding and of the layers, in a file whose names begin with `base`."""
+    layer = f"{base}.encoder.layer.{{}}."
     embedding = {
         "tokens": "word_embeddings.weight",
         "token_types": "token_type_embeddings.weight",
@@ -151,12 +152,15 @@ def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
     norms = {"attention_norm": "attention.output.LayerNorm", "feedforward_norm": "output.LayerNorm"}
     feedforward = {"up": "intermediate.dense", "down": "output.dense"}
     return [
-        *rules("embedding/", f"{family.base}.embeddings.", embedding),
+        *rules("embedding/", f"{base}.embeddings.", embedding),
         *rules("layers/attention/", layer + "attention.", attention),
         *rules("layers/", layer, norms),
         *rules("layers/feedforward/", layer, feedforward),
-        *_head_rules(family, config),
     ]
+
+
+def _rules(family: Encoder, config: ModelConfig) -> list[Rule]:
+    return [*encoder_rules(family.base), *_head_rules(family, config)]
 
 
 def _head_rules(family: Encoder, config: ModelConfig) -> list[Rule]:
@@ -207,4 +211,12 @@ BERT = Encoder(
     ),
     classifier=("bert.pooler.dense", "classifier"),
 )
-FAMILIES = {"bert": encoder(BERT), "roberta": encoder(ROBERTA)}
+# RoBERTa in other languages; the tensors have RoBERTa's names
+XLM_ROBERTA = ROBERTA._replace(name="XLMRoberta")
+CAMEMBERT = ROBERTA._replace(name="Camembert")
+FAMILIES = {
+    "bert": encoder(BERT),
+    "roberta": encoder(ROBERTA),
+    "xlm-roberta": encoder(XLM_ROBERTA),
+    "camembert": encoder(CAMEMBERT),
+}

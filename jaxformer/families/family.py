@@ -100,11 +100,19 @@ class Tensor(NamedTuple):
         """The parts of the tensor in our layout."""
         if self.out_first:
             array = np.moveaxis(array, 0, -1)
-        inputs = array.size // max(array.shape[-1], 1) or 1
+        pieces = self.split(array)
+        return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
+
+    def split(self, array: np.ndarray) -> list[np.ndarray]:
+        """The outputs of each part, `[..., groups, width]`, from those of the tensor, `[..., out]`.
+
+        The other axes are free.
+        """
+        out = self.shape[0 if self.out_first else -1] if self.shape else 1
+        inputs = max(math.prod(self.shape) // max(out, 1), 1)
         widths = [math.prod(part.shape) // inputs // self.groups for part in self.parts]
         array = array.reshape(*array.shape[:-1], self.groups, sum(widths))
-        pieces = np.split(array, np.cumsum(widths)[:-1], axis=-1)
-        return [piece.reshape(part.shape) for piece, part in zip(pieces, self.parts, strict=True)]
+        return np.split(array, np.cumsum(widths)[:-1], axis=-1)
 
     def theirs(self, leaves: Mapping[str, Any]) -> np.ndarray:
         """The tensor, from our leaves {path: array}; zeros if it is unread."""

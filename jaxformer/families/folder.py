@@ -12,17 +12,36 @@ import numpy as np
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.families import (
+    bart,
     bert,
     bigbird,
+    bloom,
+    cohere,
+    deepseek_v3,
+    distilbert,
+    electra,
+    falcon,
     gemma,
+    glm4,
     gpt2,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    granite,
     llama,
     longformer,
     marian,
+    olmo,
+    opt,
+    phi,
+    qwen_moe,
     reformer,
+    smollm3,
+    stablelm,
+    starcoder2,
     t5,
     vit,
-)  # fmt: skip
+)
 from jaxformer.families.classes import write_labels
 from jaxformer.families.comparison import fields_with_effect
 from jaxformer.families.family import Family, plan
@@ -45,7 +64,11 @@ from jaxformer.interop.safetensors import list_names
 from jaxformer.params import paths
 
 # the known families, in the order in which `save` tries them
-KNOWN = (gpt2, llama, gemma, reformer, bert, longformer, bigbird, vit, t5, marian)
+KNOWN = (
+    gpt2, llama, olmo, qwen_moe, gemma, gpt_oss, phi, granite, smollm3, starcoder2, stablelm,
+    glm4, cohere, gpt_neox, gptj, falcon, bloom, opt, deepseek_v3, reformer, bert, distilbert,
+    electra, longformer, bigbird, vit, t5, bart, marian,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {
     kind: family for module in KNOWN for kind, family in module.FAMILIES.items()
 }
@@ -221,9 +244,9 @@ def _with_tokens(
             f"{folder}: a {settings['model_type']} needs the token that targets begin with, "
             f"Tokens(start=...); got {tokens}"
         )
-    # the first position of their table is the pad id + 1
+    # in a family that writes the pad id, the first position of their table is the pad id + 1
     positions = models.last_stack(checkpoint.config).positions
-    offset = getattr(positions, "offset", 0)
+    offset = getattr(positions, "offset", 0) if "pad_token_id" in settings else 0
     if offset and tokens.pad not in (None, offset - 1):
         raise ConfigError(
             f"{folder}: tokens.pad={tokens.pad}; "

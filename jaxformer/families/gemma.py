@@ -134,6 +134,8 @@ def _read_rotations(c: Json, head_width: int) -> dict[str, Rope]:
     rope = c.get("rope_parameters") or {}
     older = (c.get("rope_scaling") or {}) | {"rope_theta": get(c, "rope_theta", THETA)}
     local = {"rope_theta": get(c, "rope_local_base_freq", LOCAL_THETA)}
+    for entries in (older, *filter(None, rope.values())):
+        only(entries, truncate=True)  # transformers 5.23 does not look for it here
     length = {"max_position_embeddings": c["max_position_embeddings"]}
     return {
         FULL: read_rope(length | {"rope_parameters": older | (rope.get(FULL) or {})}, head_width),

@@ -1,4 +1,4 @@
-"""LLaMA and its relatives: Mistral, Qwen 2 and 3, and Mixtral, which has experts."""
+"""LLaMA and its relatives: Mistral, Ministral, Qwen 2 and 3, and Mixtral, which has experts."""
 
 from collections.abc import Collection
 from functools import partial
@@ -38,7 +38,7 @@ class Llama(NamedTuple):
     kv_heads: int | None = None
     window: int | None = None  # the default of sliding_window
     # the layers with sliding_window
-    windows: Literal["no layer", "every layer", "layer types"] = "no layer"
+    windows: Literal["no layer", "every layer", "layer types", "flag and layer types"] = "no layer"
     bias: str = ""  # linear maps that always have a bias
     # {flag of config.json: linear maps that have a bias if it is set}
     biases: dict[str, str] = {}  # noqa: RUF012 (never written to)
@@ -60,14 +60,19 @@ class Llama(NamedTuple):
 LLAMAS = {
     "llama": Llama("Llama", biases={"attention_bias": ALL_BIASES, "mlp_bias": "gate|up|down"}),
     "mistral": Llama("Mistral", kv_heads=8, window=4096, windows="every layer", span_base="model."),
+    "ministral": Llama("Ministral", kv_heads=8, window=4096, windows="layer types"),
     "qwen2": Llama(
-        "Qwen2", kv_heads=32, window=4096, windows="layer types", bias="query|key|value"
+        "Qwen2",
+        kv_heads=32,
+        window=4096,
+        windows="flag and layer types",
+        bias="query|key|value",
     ),
     "qwen3": Llama(
         "Qwen3",
         kv_heads=32,
         window=4096,
-        windows="layer types",
+        windows="flag and layer types",
         biases={"attention_bias": ALL_BIASES},
         head_width=128,
         mixer=qk_norm,
@@ -111,9 +116,12 @@ def _llama_masks(family: Llama, c: Json) -> tuple[Mask, ...]:
     width = get(c, "sliding_window", family.window)
     if family.windows == "every layer":
         return (sliding(width),)
+    layers = get(c, "num_hidden_layers")
+    if family.windows == "layer types":
+        kind = FULL if width is None else SLIDING
+        return read_masks(read_kinds(c, [kind] * layers), width)
     if not get(c, "use_sliding_window", False):
         width = None
-    layers = get(c, "num_hidden_layers")
     first = layers if width is None else get(c, "max_window_layers", 28)
     kinds = read_kinds(c, [FULL if i < first else SLIDING for i in range(layers)])
     if width is None and SLIDING in kinds:
@@ -136,6 +144,9 @@ def _write_llama(family: Llama, config: ModelConfig) -> Json:
     if family.windows != "no layer":
         c["sliding_window"] = masks["sliding_window"]
     if family.windows == "layer types":
+        c["sliding_window"] = masks["sliding_window"] or family.window  # theirs refuses none
+        c |= {"layer_types": masks["layer_types"], "head_dim": config.head_size}
+    if family.windows == "flag and layer types":
         has_window = masks["sliding_window"] is not None
         c |= {"use_sliding_window": has_window, "max_window_layers": config.num_layers}
         c["layer_types"] = masks["layer_types"]

@@ -92,6 +92,7 @@ COUNTS = (
     "hash_seed",
     "max_window_layers",
     "pad_token_id",
+    "first_k_dense_replace",
 )
 # entries that may be null although they have a default
 OPTIONAL = ("num_key_value_heads", "sliding_window", "hash_seed")
@@ -99,11 +100,14 @@ OPTIONAL = ("num_key_value_heads", "sliding_window", "hash_seed")
 LAYERS_OR_EXPERTS = (
     "num_hidden_layers",
     "n_layer",
+    "n_layers",
     "num_layers",
     "encoder_layers",
     "decoder_layers",
     "num_decoder_layers",
     "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
 )
 
 

@@ -1,5 +1,6 @@
 """Whether a folder has a head of its own, or one that is tied to the embedding."""
 
+import logging
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -8,9 +9,10 @@ import numpy as np
 
 from jaxformer import models
 from jaxformer.families.family import Family
-from jaxformer.models.config import EncoderDecoder, ModelConfig
+from jaxformer.models.config import EncoderDecoder, LanguageModel, ModelConfig
 
 Config = ModelConfig | EncoderDecoder
+log = logging.getLogger("jaxformer")
 
 
 def with_stack(config: Config, **changes) -> Config:
@@ -24,7 +26,7 @@ def with_tie(file, family: Family, config: Config) -> Config:
     """The config with `tie_embeddings` as the weights have it."""
     # A separate head in the file is used even if config.json ties it (T5 v1.1 of transformers 5).
     # If config.json unties the head and the file has none, a T5 is tied (transformers 5 writes it
-    # so), and other models miss a tensor.
+    # so). Other models miss a tensor, unless config.json does not say whether the head is tied.
     stack = models.last_stack(config)
     heads = (
         rule.theirs
@@ -36,7 +38,18 @@ def with_tie(file, family: Family, config: Config) -> Config:
         return config
     names = names_in_file(file, family, family.aliases.keys() | family.aliases.values())
     if head not in names:
-        return with_stack(config, tie_embeddings=True) if family.tied_without_head else config
+        if family.tied_without_head:
+            return with_stack(config, tie_embeddings=True)
+        has_logits = any(isinstance(each, LanguageModel) for each in stack.heads)
+        says_nothing = file.config.get("tie_word_embeddings") is None
+        if has_logits and says_nothing and not stack.tie_embeddings:
+            log.warning(
+                "%s: config.json does not say tie_word_embeddings, and there is no head; "
+                "the embedding's table is taken",
+                file.folder,
+            )
+            return with_stack(config, tie_embeddings=True)
+        return config
     first = family.aliases[head]
     tables = [first]
     tables += [alias for alias, name in family.aliases.items() if name == first and alias != head]
@@ -50,12 +63,14 @@ def with_tie(file, family: Family, config: Config) -> Config:
 def names_in_file(file, family: Family, names: Collection[str]) -> dict[str, str]:
     """{name in `names`: name in the file}.
 
-    Old files say gamma and beta for weight and bias, and may leave out the prefix.
+    Old files say gamma and beta for weight and bias. Files may leave out the prefix, or have it
+    twice.
     """
     source: dict[str, str] = {}
     for name in file.names:
         modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
-        canonical = modern if modern in names else family.prefix + modern
-        if canonical in names:
-            source[canonical] = name
+        for canonical in (modern, family.prefix + modern, modern.removeprefix(family.prefix)):
+            if canonical in names:
+                source[canonical] = name
+                break
     return source

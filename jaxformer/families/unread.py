@@ -23,16 +23,20 @@ NEUTRAL: dict[str, tuple] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "routed_scaling_factor": (1,),
+    "scale_embedding": (False,),
     # positions
     "alibi": (False,),
     "no_rope_layers": (),
+    "no_rope_layer_interval": (),
     "partial_rotary_factor": (1,),
     "rope_interleave": (False,),
     "rope_local_base_freq": (),
     "rotary_dim": (),
+    "rotary_emb_base": (10_000,),
     "rotary_pct": (1,),
     # norms and residual order
     "apply_residual_connection_post_layernorm": (False,),
+    "do_layer_norm_before": (True,),
     "parallel_attn": (False,),
     "qk_layernorm": (False,),
     "use_parallel_residual": (False,),
@@ -45,8 +49,12 @@ NEUTRAL: dict[str, tuple] = {
     "clip_qkv": (),
     # experts
     "n_routed_experts": (0, 1),
+    "n_group": (0, 1),
+    "scoring_func": ("softmax",),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
+    "swiglu_alpha": (),
+    "swiglu_limit": (),
 }
 
 

@@ -141,7 +141,7 @@ def _check(
         if names
     ]
     if report:
-        advice = "see allow_missing, allow_unexpected and heads of families.load"
+        advice = _advice(file, tensors, source, unexpected, leaves)
         if quantised := (file.config.get("quantization_config") or {}).get("quant_method"):
             advice = (
                 f"they are quantised ({quantised}), which is not read: "
@@ -153,6 +153,33 @@ def _check(
         )
     planned = {part.path for tensor in tensors.values() for part in tensor.parts}
     return [path for path in leaves if path in absent or path not in planned]
+
+
+# {prefix that training code puts before all names: where the model with the right names is}
+WRAPPERS = {"module.": "model.module", "_orig_mod.": "model._orig_mod"}
+
+
+def _advice(
+    file, tensors: dict[str, Tensor], source: dict[str, str], unexpected, leaves: dict[str, Spec]
+) -> str:
+    """What to do about weights that are not those of config.json."""
+    for prefix, inner in WRAPPERS.items():
+        if unexpected and all(name.startswith(prefix) for name in unexpected):
+            return (
+                f"names begin with {prefix!r}: rename each to name.removeprefix({prefix!r}), "
+                f"or save {inner} instead of model"
+            )
+    for planned, name in source.items():
+        if planned not in tensors or not tensors[planned].parts:
+            continue
+        spec = leaves[tensors[planned].parts[0].path]
+        rows, expected = file.names[name][0], tensors[planned].shape
+        if "vocab" in spec.axes and rows[1:] == expected[1:] and rows != expected:
+            return (
+                f"set vocab_size={rows[0]} in config.json; then "
+                "models.adaptation.resize_vocabulary gives the model another size"
+            )
+    return "see allow_missing, allow_unexpected and heads of families.load"
 
 
 def _dtypes(file, tensors: dict[str, Tensor], source: dict[str, str], dtype) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ from jaxformer.errors import ConfigError
 log = logging.getLogger("jaxformer")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+VARIANT = re.compile(r"model\.\w+\.safetensors")  # such as model.fp16.safetensors
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -89,13 +91,13 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
         ) from None
     if ADAPTER in listing and not {SINGLE, INDEX}.intersection(listing):
         base = read_json(folder / ADAPTER, AGAIN).get("base_model_name_or_path")
-        advice = "merge it there (PEFT's `merge_and_unload`), and save the model"
+        advice = "load that model, and give both to families.peft.load"
         raise ConfigError(
             f"{folder}: an adapter of PEFT for {_display(base)}, no model of its own; {advice}"
         )
     config = read_json(folder / "config.json", AGAIN)
     if ADAPTER in listing:
-        effect = "the model is read without it; transformers with PEFT would add it"
+        effect = "the model is read without it; families.peft.load adds it"
         log.warning("%s: has an adapter beside the model (%s); %s", folder, ADAPTER, effect)
     generation = read_json(folder / GENERATION, AGAIN) if GENERATION in listing else {}
     opened = _open_weights(folder, listing)
@@ -204,9 +206,13 @@ def _open_weights(folder: Path, listing: list[str]) -> dict[str, Any]:
             log.warning(
                 "%s: has %s and %s; the first is read, as transformers does", folder, SINGLE, INDEX
             )
-        return _open_file(folder / SINGLE)
+        return open_file(folder / SINGLE)
     if INDEX in listing:
         return _open_shards(folder / INDEX, listing)
+    variants = [file for file in listing if VARIANT.fullmatch(file)]
+    if len(variants) == 1:
+        log.warning("%s: has no %s; %s is read", folder, SINGLE, variants[0])
+        return open_file(folder / variants[0])
     if pickles := [file for file in listing if file.endswith(PICKLES)]:
         raise ConfigError(
             f"{folder}: neither {SINGLE} nor {INDEX}, only pickled files ({list_names(pickles)}):"
@@ -232,7 +238,7 @@ def _open_shards(index: Path, listing: list[str]) -> dict[str, Any]:
         )
     opened: dict[str, Any] = {}
     for file in files:
-        tensors = _open_file(index.parent / file)
+        tensors = open_file(index.parent / file)
         # if two files have a tensor, the index says which one counts
         here = {
             name: handle for name, handle in tensors.items() if weight_map.get(name, file) == file
@@ -244,11 +250,12 @@ def _open_shards(index: Path, listing: list[str]) -> dict[str, Any]:
             )
         opened |= here
     if missing := sorted(weight_map.keys() - opened.keys()):
-        raise ConfigError(f"{index}: lists {list_names(missing)}, which no file has; {AGAIN}")
+        # such as a head that is tied to the embedding; what a model needs is refused when it loads
+        log.warning("%s: lists %s, which no file has", index, list_names(missing))
     return opened
 
 
-def _open_file(path: Path) -> dict[str, Any]:
+def open_file(path: Path) -> dict[str, Any]:
     """{tensor: open file} of one file.
 
     The package reads the header and checks that the tensors fill the file.

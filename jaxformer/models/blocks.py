@@ -93,6 +93,23 @@ def parallel(config: ModelConfig, names: Sequence[str]) -> Block:
     )
 
 
+def parallel_norms(config: ModelConfig, names: Sequence[str]) -> Block:
+    """x + f(norm_f(x)) + g(norm_g(x)): a norm for each sub-layer, and a norm at the end.
+
+    GPT-NeoX, Pythia: Black et al. 2022, arXiv:2204.06745, section 2.1.
+    """
+
+    def apply(params: Tree, x: Stream, sublayers: Sublayers, context: Context) -> Stream:
+        out = x
+        for name, f in sublayers.items():
+            out = add(out, f(norm(config, params[f"{name}_norm"], x)))
+        return out
+
+    return Block(
+        norms(config, names, "{}_norm"), apply, final_norm_spec(config), end=final_norm(config)
+    )
+
+
 def add(x: Stream, y: Stream) -> Stream:
     """x + y, sharded like the residual stream."""
     return with_logical_constraint(x + y, "batch", "length", None)

@@ -227,8 +227,8 @@ class ModelConfig:
     norm: Callable | str = "layer_norm"
     norm_eps: float = 1e-5  # added to the variance
     # how sub-layers meet the residual stream; None: blocks.pre_norm (GPT-2); post_norm (2017),
-    # sandwich (Gemma 2), output_norm (OLMo 2), parallel (GPT-J), or your own:
-    # (config, names) -> models.layer.Block
+    # sandwich (Gemma 2), output_norm (OLMo 2), parallel (GPT-J), parallel_norms (GPT-NeoX),
+    # or your own: (config, names) -> models.layer.Block
     block: Callable | None = declared(default=None, metadata={"describe": describe_block})
     # encoding of positions; a tuple: one for each layer, repeated over the depth;
     # your own: config -> a `bias` of ops.attention

@@ -6,7 +6,7 @@ Parameter counts are checked against other people's implementations in the tests
 from dataclasses import replace
 
 from jaxformer.masks import causal, full, window
-from jaxformer.models.blocks import post_norm
+from jaxformer.models.blocks import parallel, parallel_norms, post_norm
 from jaxformer.models.config import (
     Classification,
     Embedding,
@@ -19,7 +19,7 @@ from jaxformer.models.config import (
     Sinusoidal,
 )
 from jaxformer.models.mixture import Mixture
-from jaxformer.ops.positions import Rope
+from jaxformer.ops.positions import Llama3, Rope
 
 
 def sized(
@@ -28,6 +28,18 @@ def sized(
     """The config in another size."""
     return replace(config, num_layers=num_layers, d_model=d_model, num_heads=num_heads, **changes)
 
+
+# Radford et al. 2018, "Improving language understanding by generative pre-training", section 4.1
+gpt1 = ModelConfig(
+    vocab_size=40478,
+    num_layers=12,
+    d_model=768,
+    num_heads=12,
+    context_length=512,
+    block=post_norm,
+    dropout_rate=0.1,
+    attention_dropout_rate=0.1,
+)
 
 # Radford et al. 2019, table 2
 gpt2_small = ModelConfig(
@@ -92,6 +104,15 @@ llama3_8b = replace(
     positions=Rope(500_000.0),
 )
 llama3_70b = sized(llama3_8b, 80, 8192, 64, d_ff=28672)
+llama31_405b = sized(
+    llama3_8b,
+    num_layers=126,
+    d_model=16_384,
+    num_heads=128,
+    d_ff=53_248,
+    context_length=131_072,
+    positions=Rope(500_000.0, scaling=Llama3(8.0, 8192, 1.0, 4.0)),
+)
 # Jiang et al. 2023, arXiv:2310.06825: a query sees 4,096 keys, including its own position
 mistral_7b = replace(
     llama2_7b, num_kv_heads=8, d_ff=14336, context_length=32768, masks=(causal() & window(4095),)
@@ -119,6 +140,45 @@ qwen2_7b = sized(
 qwen2_05b = sized(
     qwen2_7b, 24, 896, 14, vocab_size=151936, num_kv_heads=2, d_ff=4864, tie_embeddings=True
 )
+
+# Biderman et al. 2023, arXiv:2304.01373, table 1. The vocabulary is padded to a multiple of 128
+# times the number of devices that split it, so larger models have more rows.
+pythia_70m = ModelConfig(
+    vocab_size=50_304,
+    num_layers=6,
+    d_model=512,
+    num_heads=8,
+    context_length=2048,
+    feedforward="gelu",
+    block=parallel_norms,
+    positions=Rope(fraction=0.25),
+    tie_embeddings=False,
+)
+pythia_160m = sized(pythia_70m, 12, 768, 12)
+pythia_410m = sized(pythia_70m, 24, 1024, 16)
+pythia_1b = sized(pythia_70m, 16, 2048, 8)
+pythia_1b4 = sized(pythia_70m, 24, 2048, 16)
+pythia_2b8 = sized(pythia_70m, 32, 2560, 32)
+pythia_6b9 = sized(pythia_70m, 32, 4096, 32, vocab_size=50_432)
+pythia_12b = sized(pythia_70m, 36, 5120, 40, vocab_size=50_688)
+
+# Chowdhery et al. 2022, arXiv:2204.02311, section 2 and table 1: one head of keys and values. Maps
+# and norms have no biases.
+palm_8b = ModelConfig(
+    vocab_size=256_000,
+    num_layers=32,
+    d_model=4096,
+    num_heads=16,
+    num_kv_heads=1,
+    head_width=256,
+    context_length=2048,
+    feedforward="swiglu",
+    block=parallel,
+    positions=Rope(),
+    use_bias=False,
+)
+palm_62b = sized(palm_8b, 64, 8192, 32)
+palm_540b = sized(palm_8b, 118, 18_432, 48)
 
 # Encoders
 MASKED_LM = LanguageModel("gelu", bias=True)

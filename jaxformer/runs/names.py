@@ -47,7 +47,7 @@ ANSWERS = {"Sampling": Sampling, "Beams": Beams, "gnmt": gnmt}
 NAMES: dict[str, Mapping[str, Any]] = {
     "model": MODEL,
     "mixer": Offered("jaxformer.zoo", {"Linear": "linear_attention"}),
-    "block": _of(blocks, "pre_norm post_norm sandwich output_norm parallel"),
+    "block": _of(blocks, "pre_norm post_norm sandwich output_norm parallel parallel_norms"),
     "norm": _of(norm, "Unscaled no_norm one_plus_rms_norm"),
     "positions": {"Linear": positions.Linear},
     "scaling": {"Linear": positions.Linear},

@@ -11,6 +11,9 @@ from jaxformer import models
 from jaxformer.families import Checkpoint
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 
+# model_types whose positions count the tokens that are not the pad token
+COUNT_TOKENS = ("roberta", "longformer", "xlm-roberta", "camembert")
+
 
 def apply(checkpoint: Checkpoint, **arguments: Any) -> models.Output:
     """Our output for their keyword arguments: arrays of NumPy, torch or JAX."""
@@ -64,9 +67,11 @@ def call_text(
         positions = np.atleast_2d(given.pop("position_ids")) - getattr(
             config.positions, "offset", 0
         )
-    elif checkpoint.model_type in ("roberta", "longformer"):
+    elif checkpoint.model_type in COUNT_TOKENS:
         is_token = tokens != checkpoint.tokens.pad
         positions = np.where(is_token, is_token.cumsum(axis=1) - 1, -1)
+    elif checkpoint.model_type == "opt" or callable(config.positions):  # of Falcon
+        positions = None  # those of the real tokens are counted
     else:
         positions = slots(tokens)
     token_types = given.pop("token_type_ids", None)

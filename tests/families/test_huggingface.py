@@ -177,8 +177,12 @@ def test_greedy_tokens_are_theirs(name):
 @pytest.mark.parametrize("name", golden.NAMES)
 def test_saved_it_is_the_same_file_and_model(name, tmp_path):
     config, params = load(name)
-    save(tmp_path / "saved", config, params)
+    kind = golden.config(name)["model_type"]
+    # relatives may have the same config, such as RoBERTa and XLM-RoBERTa
+    save(tmp_path / "saved", config, params, kind if name in golden.LATER else None)
     theirs, ours = runs.tensors(golden.folder(name)), runs.tensors(tmp_path / "saved")
+    if kind == "pegasus":  # theirs also writes the sinusoids
+        theirs = {key: array for key, array in theirs.items() if "embed_positions" not in key}
     # base models' files leave the prefix out, and are read with and without it
     if name == "vit_pooled":
         theirs = {f"vit.{key}": array for key, array in theirs.items()}

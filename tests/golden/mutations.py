@@ -141,6 +141,15 @@ def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelCon
             "experts with another gate": dict(activation="geglu"),
         }.items():
             yield name, replace(config, feedforward=replace(moe, **change))
+    if isinstance(moe, zoo.GroupedExperts):
+        for name, change in {
+            "one expert fewer": dict(top_k=moe.top_k - 1),
+            "one group more": dict(top_groups=moe.top_groups + 1),
+            "weights of experts not normalised": dict(normalise=not moe.normalise),
+            "weights of experts not scaled": dict(scale=1.0),
+            "experts with another gate": dict(activation="geglu"),
+        }.items():
+            yield name, replace(config, feedforward=replace(moe, **change))
     for head in heads:
         for name, other in other_heads(config, head):
             yield (
@@ -178,11 +187,14 @@ def other_positions(positions) -> Iterator[tuple[str, Any]]:
                 replace(positions, max_distance=positions.max_distance + 1),
             )
         case Rope():
-            yield "RoPE pairs neighbours", replace(positions, layout="interleaved")
-            yield "RoPE of another base", replace(positions, theta=10_000.0)
+            other = "half" if positions.layout == "interleaved" else "interleaved"
+            yield "RoPE pairs other features", replace(positions, layout=other)
+            other = 10_000.0 if positions.theta != 10_000.0 else 100.0
+            yield "RoPE of another base", replace(positions, theta=other)
             if positions.scaling is not None:
                 yield "RoPE not scaled", replace(positions, scaling=None)
-                for field in ("factor", "original_length"):
+                named = vars(positions.scaling)
+                for field in named.keys() & {"factor", "original_length"}:
                     changed = replace(
                         positions.scaling, **{field: getattr(positions.scaling, field) * 2}
                     )
@@ -192,6 +204,8 @@ def other_positions(positions) -> Iterator[tuple[str, Any]]:
 
 def other_mixers(mixer) -> Iterator[tuple[str, Any]]:
     match mixer:
+        case zoo.LatentAttention():
+            yield "latents with another eps", replace(mixer, norm_eps=1e-3)
         case zoo.Longformer():
             for step in (-2, 2):
                 yield f"window {step:+d}", replace(mixer, window=mixer.window + step)
@@ -254,7 +268,7 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
                     f"{module[7:]}: no {name} bias",
                     changed(jnp.zeros_like, f"{module}/{name}/bias"),
                 )
-    for name in ("up", "down"):
+    for name in ("up", "down", "gate_up", "router"):
         if f"layers/feedforward/{name}/bias" in leaves:
             yield f"no {name} bias", changed(jnp.zeros_like, f"layers/feedforward/{name}/bias")
     for name in leaves:
@@ -262,6 +276,8 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
             yield f"{name} dropped", changed(jnp.ones_like, name)
         elif name.endswith("norm/bias") or (name.startswith("heads/") and name.endswith("bias")):
             yield f"{name} dropped", changed(jnp.zeros_like, name)
+    if f"{attention}/query/kernel" not in leaves:  # dense layers, then layers of experts
+        return
     query = leaves[f"{attention}/query/kernel"]
     _, D, N, H = query.shape
     inside_out = lambda a: a.reshape(*a.shape[:2], H, -1).swapaxes(2, 3)
@@ -289,6 +305,15 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
         yield "groups of heads tiled", tiled
     if "layers/feedforward/gate/kernel" in leaves:
         yield "gate and up exchanged", exchanged("feedforward/gate/", "feedforward/up/")
+    if "layers/feedforward/choice_bias" in leaves:
+        yield "no bias of choice", changed(jnp.zeros_like, "layers/feedforward/choice_bias")
+    if f"{attention}/sinks" in leaves:
+        yield "no sinks", changed(jnp.zeros_like, f"{attention}/sinks")
+    up = "gate_up" if "layers/feedforward/gate_up/kernel" in leaves else "up"
+    if up == "gate_up":
+        in_turn = lambda a: a.reshape(*a.shape[:-1], -1, 2)[..., ::-1].reshape(a.shape)
+        names = [f"layers/feedforward/gate_up/{name}" for name in ("kernel", "bias")]
+        yield "gate and up exchanged", changed(in_turn, *names)
     if "layers/feedforward/router/kernel" in leaves:
         yield (
             "experts shifted",
@@ -296,7 +321,7 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
         )
         yield (
             "layers and experts shifted",
-            changed(partial(jnp.roll, shift=1, axis=1), "layers/feedforward/up/kernel"),
+            changed(partial(jnp.roll, shift=1, axis=1), f"layers/feedforward/{up}/kernel"),
         )
     yield (
         "attention_norm and feedforward_norm exchanged",

@@ -20,6 +20,11 @@ from tests.golden import CASES
 
 transformers.utils.logging.disable_progress_bar()
 GENERATED = 64
+T5_PAIRS = (
+    transformers.T5ForConditionalGeneration,
+    transformers.MT5ForConditionalGeneration,
+    transformers.UMT5ForConditionalGeneration,
+)
 EXACT = dict(attn_implementation="eager", experts_implementation="eager")
 
 
@@ -77,9 +82,14 @@ def write(name: str, folder: Path) -> None:
 def tensors(model) -> list[torch.Tensor]:
     """Whatever of a model is drawn and saved: its parameters, and the bias that Marian calls a
     buffer."""
-    # sinusoids
-    drawn = [p for name, p in model.named_parameters() if "embed_positions" not in name]
-    return drawn + [b for name, b in model.named_buffers() if name == "final_logits_bias"]
+    # without sinusoids
+    drawn = [
+        p
+        for name, p in model.named_parameters()
+        if "embed_positions" not in name or p.requires_grad
+    ]
+    buffers = ("final_logits_bias", "e_score_correction_bias")
+    return drawn + [b for name, b in model.named_buffers() if name.endswith(buffers)]
 
 
 @torch.no_grad()
@@ -120,11 +130,9 @@ def answer(model, inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     """All that a model answers under its own names, and its body's `last_hidden_state`, after the
     final norm."""
     bodies = []
-    body = (
-        model.decoder
-        if isinstance(model, transformers.T5ForConditionalGeneration)
-        else model.base_model
-    )
+    body = model.decoder if isinstance(model, T5_PAIRS) else model.base_model
+    if isinstance(model, transformers.OPTForCausalLM):  # which does not call its `OPTModel`
+        body = model.model.decoder
     hook = body.register_forward_hook(
         lambda module, args, out: bodies.append(out.last_hidden_state)
     )

@@ -34,6 +34,7 @@ OURS = {
     "sandwich": blocks.sandwich,
     "output_norm": blocks.output_norm,
     "parallel": blocks.parallel,
+    "parallel_norms": blocks.parallel_norms,
 }
 
 

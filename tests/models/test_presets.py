@@ -17,6 +17,16 @@ COUNTS = {name: int(count) for name, count in load("parameter_counts").items()}
 # nothing to BERT's
 COUNTS["linformer_base"] = COUNTS["roberta_base"] + 12 * 2 * 512 * 256
 COUNTS["performer_base"] = COUNTS["bert_base_encoder"]
+# nor is one of PaLM: maps of queries, of one head of keys and values, and of the output; 12 D^2 of
+# the feed-forward; scales of norms
+for _name, (_layers, _width, _heads) in {
+    "palm_8b": (32, 4096, 16),
+    "palm_62b": (64, 8192, 32),
+    "palm_540b": (118, 18_432, 48),
+}.items():
+    _attention = 2 * _width * _heads * 256 + 2 * _width * 256
+    _layer = _attention + 12 * _width**2 + _width
+    COUNTS[_name] = 256_000 * _width + _layers * _layer + _width
 
 
 @pytest.mark.thorough_after(43)
@@ -50,6 +60,9 @@ def test_closed_forms():
         + 6 * (2 * attention(d) + feed(d, f) + 6 * d)
     )
     assert COUNTS["transformer_big"] == pair(37000, 1024, 4096)
+    # table 1 of the paper, in billions
+    papers = {"palm_8b": 8.63, "palm_62b": 62.50, "palm_540b": 540.35}
+    assert all(abs(COUNTS[name] / 1e9 - count) < 0.01 for name, count in papers.items())
 
 
 def test_descriptions_tell_presets_apart():

@@ -490,7 +490,7 @@ def test_an_adapter_is_no_model(tmp_path):
         {"base_model.model.lm_head.lora_A.weight": np.ones(3)},
         tmp_path / "adapter_model.safetensors",
     )
-    with pytest.raises(ConfigError, match=r"adapter of PEFT for 'org/base'.*merge"):
+    with pytest.raises(ConfigError, match=r"adapter of PEFT for 'org/base'.*families.peft.load"):
         families.load(tmp_path)
 
 
@@ -610,7 +610,7 @@ def test_an_adapter_beside_a_model_is_said(tmp_path, caplog):
         if "an adapter beside the model (adapter_config.json)" in text
     ]
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"adapter of PEFT for 'org/base'.*merge"):
+    with pytest.raises(ConfigError, match=r"adapter of PEFT for 'org/base'.*families.peft.load"):
         families.read_config(folder)
 
 

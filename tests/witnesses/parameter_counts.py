@@ -42,6 +42,50 @@ T5_V1_1 = {
     "t5_v1_1_large": (24, 1024, 2816, 16, 64), "t5_v1_1_xl": (24, 2048, 5120, 32, 64),
     "t5_v1_1_xxl": (24, 4096, 10240, 64, 64),
 }  # fmt: skip
+# {preset: (layers, width, heads, key heads, head width, inner width, the rest)}
+GEMMA2 = {
+    "gemma2_2b": (26, 2304, 8, 4, 256, 9216),
+    "gemma2_9b": (42, 3584, 16, 8, 256, 14336),
+    "gemma2_27b": (46, 4608, 32, 16, 128, 36864),
+}
+GEMMA3 = {
+    "gemma3_1b": (26, 1152, 4, 1, 256, 6912, 262144),
+    "gemma3_4b": (34, 2560, 8, 4, 256, 10240, 262208),
+    "gemma3_12b": (48, 3840, 16, 8, 256, 15360, 262208),
+    "gemma3_27b": (62, 5376, 32, 16, 128, 21504, 262208),
+}
+QWEN3 = {
+    "qwen3_06b": (28, 1024, 16, 8, 128, 3072),
+    "qwen3_1b7": (28, 2048, 16, 8, 128, 6144),
+    "qwen3_4b": (36, 2560, 32, 8, 128, 9728),
+    "qwen3_8b": (36, 4096, 32, 8, 128, 12288),
+    "qwen3_14b": (40, 5120, 40, 8, 128, 17408),
+    "qwen3_32b": (64, 5120, 64, 8, 128, 25600),
+}
+QWEN3_MOE = {
+    "qwen3_30b_a3b": (48, 2048, 32, 4, 128, 768),
+    "qwen3_235b_a22b": (94, 4096, 64, 4, 128, 1536),
+}
+OLMO2 = {
+    "olmo2_1b": (16, 2048, 16, 16, 128, 8192),
+    "olmo2_7b": (32, 4096, 32, 32, 128, 11008),
+    "olmo2_13b": (40, 5120, 40, 40, 128, 13824),
+    "olmo2_32b": (64, 5120, 40, 8, 128, 27648),
+}
+NAMES = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "vocab_size",
+)  # fmt: skip
+PYTHIA = {  # layers, width, heads, vocabulary
+    "pythia_70m": (6, 512, 8, 50304),
+    "pythia_160m": (12, 768, 12, 50304),
+    "pythia_410m": (24, 1024, 16, 50304),
+    "pythia_1b": (16, 2048, 8, 50304),
+    "pythia_1b4": (24, 2048, 16, 50304),
+    "pythia_2b8": (32, 2560, 32, 50304),
+    "pythia_6b9": (32, 4096, 32, 50432),
+    "pythia_12b": (36, 5120, 40, 50688),
+}
 VIT = {  # hidden_size, num_hidden_layers, num_attention_heads, patch_size, image_size
     "vit_tiny": (192, 12, 3, 16, 224),
     "vit_small": (384, 12, 6, 16, 224),
@@ -105,6 +149,7 @@ def builds() -> dict[str, tuple]:
         "Qwen2ForCausalLM",
         t.Qwen2Config(**sizes, num_key_value_heads=4, vocab_size=152064),
     )
+    found |= later_decoders(t)
     sizes = dict(
         hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864
     )
@@ -190,4 +235,44 @@ def builds() -> dict[str, tuple]:
         found[name] = "ViTForImageClassification", config
     found["vit_base_backbone"] = "ViTForImageClassification", t.ViTConfig(num_labels=0)
     found["vit_base_in21k"] = "ViTModel", t.ViTConfig()
+    return found
+
+
+def later_decoders(t) -> dict[str, tuple]:
+    """GPT-1, Llama 3.1, Gemma 2 and 3, Qwen3, OLMo 2, Pythia, gpt-oss and DeepSeek-V3."""
+
+    def named(row: tuple) -> dict:
+        return dict(zip(NAMES, row, strict=False))
+
+    found: dict[str, tuple] = {"gpt1": ("OpenAIGPTLMHeadModel", t.OpenAIGPTConfig())}
+    large = (126, 16384, 128, 8, 128, 53248, 128256)
+    found["llama31_405b"] = "LlamaForCausalLM", t.LlamaConfig(**named(large))
+    for name, row in GEMMA2.items():
+        found[name] = "Gemma2ForCausalLM", t.Gemma2Config(**named(row))
+    for name, row in GEMMA3.items():
+        found[name] = "Gemma3ForCausalLM", t.Gemma3TextConfig(**named(row))
+    for name, row in QWEN3.items():
+        tied = name in ("qwen3_06b", "qwen3_1b7", "qwen3_4b")
+        config = t.Qwen3Config(**named(row), vocab_size=151936, tie_word_embeddings=tied)
+        found[name] = "Qwen3ForCausalLM", config
+    for name, row in QWEN3_MOE.items():
+        sizes = named(row)
+        sizes["moe_intermediate_size"] = sizes.pop("intermediate_size")
+        config = t.Qwen3MoeConfig(**sizes, num_experts=128, vocab_size=151936)
+        found[name] = "Qwen3MoeForCausalLM", config
+    for name, row in OLMO2.items():
+        found[name] = "Olmo2ForCausalLM", t.Olmo2Config(**named(row), vocab_size=100352)
+    for name, (layers, width, heads, vocab) in PYTHIA.items():
+        config = t.GPTNeoXConfig(
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            vocab_size=vocab,
+        )
+        found[name] = "GPTNeoXForCausalLM", config
+    small = t.GptOssConfig(num_hidden_layers=24, num_local_experts=32)
+    found["gpt_oss_20b"] = "GptOssForCausalLM", small
+    found["gpt_oss_120b"] = "GptOssForCausalLM", t.GptOssConfig()
+    found["deepseek_v3"] = "DeepseekV3ForCausalLM", t.DeepseekV3Config()
     return found

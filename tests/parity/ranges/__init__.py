@@ -4,7 +4,9 @@ A file has:
     FAMILIES              {model_type: beginning of the names of its classes in transformers}
     sizes(family, r, common) -> settings that each drawn model has; `common` are those of a BERT
     RANGE (if any)        {field: values}, in addition to those of `documented`
+    PAIRS (if any)        families whose models have an encoder and a decoder
     NO_NUMBER (if any)    fields that change no output of a forward pass in evaluation
+    EXACT (if any)        options of a model that computes everything plainly
 """
 
 import importlib
@@ -15,6 +17,7 @@ _FILES = [
     importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)
 ]
 FILES: dict[str, ModuleType] = {family: file for file in _FILES for family in file.FAMILIES}
+PAIRS = {family for file in _FILES for family in getattr(file, "PAIRS", ())}
 NO_NUMBER = {name for file in _FILES for name in getattr(file, "NO_NUMBER", ())}
 
 

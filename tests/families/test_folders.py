@@ -1,0 +1,122 @@
+"""Folders as people have them: odd, but legal. They load, with a line for what was left unread, or
+are refused with the rename that mends them."""
+
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from jaxformer import families
+from jaxformer.errors import ConfigError
+from jaxformer.models import Classification
+from jaxformer.params import paths
+from tests import golden
+from tests.families import golden_runs as runs
+
+
+def assert_loads(folder, name, **options):
+    """The folder has the config and the parameters of the golden model `name`."""
+    found = families.load(folder, **options)
+    expected = families.load(golden.folder(name), **options)
+    assert found.config == expected.config
+    for path, leaf in paths(expected.params).items():
+        np.testing.assert_array_equal(paths(found.params)[path], leaf, err_msg=path)
+
+
+def renamed(change):
+    return lambda arrays: {change(name): array for name, array in arrays.items()}
+
+
+PREFIXES = {"gpt2": "transformer.", "llama_gqa": "model.", "bert_mlm": "bert."}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+def test_a_prefix_may_stand_twice_or_not_at_all(name, tmp_path):
+    prefix = PREFIXES[name]
+
+    def twice(key):
+        return prefix + key if key.startswith(prefix) else key
+
+    folder = runs.altered(tmp_path / "twice", name, renamed(twice))
+    assert_loads(folder, name)
+    folder = runs.altered(tmp_path / "without", name, renamed(lambda key: key.removeprefix(prefix)))
+    assert_loads(folder, name)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_a_prefix_of_training_code_is_refused_with_the_rename(prefix, tmp_path):
+    folder = runs.altered(tmp_path, "gpt2", renamed(lambda key: prefix + key))
+    with pytest.raises(ConfigError, match=rf"removeprefix\('{prefix}'\)"):
+        families.load(folder)
+
+
+def test_a_file_of_a_variant_is_read_when_it_is_alone(tmp_path, caplog):
+    folder = runs.altered(tmp_path, "gpt2")
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    with caplog.at_level(logging.WARNING, "jaxformer"):
+        assert_loads(folder, "gpt2")
+    assert any("model.fp16.safetensors is read" in line for line in caplog.messages)
+
+
+def test_an_index_may_list_a_head_that_no_file_has(tmp_path, caplog):
+    """Writers list the tied head although it is stored once, as the embedding."""
+    name = "llama_gqa"
+    folder = runs.altered(tmp_path, name)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    names = [*runs.tensors(golden.folder(name)), "lm_head.weight"]
+    weight_map = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with caplog.at_level(logging.WARNING, "jaxformer"):
+        assert_loads(folder, name)
+    assert any("lm_head.weight" in line for line in caplog.messages)
+
+
+def test_rows_beyond_the_vocabulary_name_the_function_that_changes_it(tmp_path):
+    def longer(arrays):
+        table = arrays["model.embed_tokens.weight"]
+        return arrays | {"model.embed_tokens.weight": np.concatenate([table, table[:3]])}
+
+    folder = runs.altered(tmp_path, "llama_gqa", longer)
+    with pytest.raises(ConfigError, match=r"vocab_size=40.*resize_vocabulary"):
+        families.load(folder)
+
+
+@pytest.mark.parametrize("name", ["bert_pretraining", "roberta_mlm", "vit", "gpt2", "llama_gqa"])
+def test_the_heads_of_a_file_may_be_left_out_or_replaced(name, tmp_path):
+    bare = families.load(golden.folder(name), heads=())
+    assert "heads" not in bare.params
+    new = families.load(
+        golden.folder(name),
+        heads=(Classification(3, name="new"),),
+        allow_missing="^heads/",
+        key=jax.random.key(0),
+    )
+    assert new.params["heads"]["new"]["kernel"].shape[-1] == 3
+
+
+def test_a_head_that_the_class_does_not_have_is_named(tmp_path, caplog):
+    """BERT of the hub has the head of its pre-training, whatever class its config.json says."""
+    folder = runs.altered(tmp_path, "bert_pretraining", architectures=["BertForMaskedLM"])
+    with caplog.at_level(logging.WARNING, "jaxformer"):
+        families.load(folder)
+    assert any("cls.seq_relationship" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("flag", ["attention_bias", "mlp_bias"])
+def test_a_flag_may_be_null(flag, tmp_path):
+    folder = runs.altered(tmp_path, "llama_mha", **{flag: None})
+    assert_loads(folder, "llama_mha")
+
+
+@pytest.mark.parametrize("name", ["LLaMAForCausalLM", "LlamaForCausalLM"])
+def test_an_old_class_name_is_known(name, tmp_path):
+    folder = runs.altered(tmp_path, "llama_mha", architectures=[name])
+    assert_loads(folder, "llama_mha")
+
+
+def test_a_file_without_a_head_is_tied(tmp_path):
+    """tie_word_embeddings is missing, and there is no head of its own."""
+    folder = runs.altered(tmp_path, "llama_gqa", tie_word_embeddings=...)
+    assert_loads(folder, "llama_gqa")
