@@ -15,6 +15,7 @@ from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.families.settings import Json
 from jaxformer.models.stacks import layout
+from jaxformer.models.stacks.layout import Segment
 from jaxformer.params import Spec, paths
 
 # The layout of their module:
@@ -136,9 +137,10 @@ def plan(family: Family, config: Any, allow_missing: str | None = None) -> dict[
     matches `allow_missing`.
     """
     leaves = paths(models.spec(config))
+    stacks: dict[str, Sequence[Segment]] = {}
     tensors: dict[str, Tensor] = {}
     for rule in family.rules(config):
-        tensors |= _tensors_of_rule(rule, config, leaves)
+        tensors |= _tensors_of_rule(rule, config, leaves, stacks)
     planned = {part.path for tensor in tensors.values() for part in tensor.parts}
     extra = sorted(leaves.keys() - planned)
     if allow_missing is not None:
@@ -153,12 +155,17 @@ def plan(family: Family, config: Any, allow_missing: str | None = None) -> dict[
 LEAVES = {"": "", "/kernel": ".weight", "/scale": ".weight", "/bias": ".bias"}
 
 
-def _tensors_of_rule(rule: Rule, config: Any, leaves: Mapping[str, Spec]) -> dict[str, Tensor]:
-    """The tensors that a rule describes, by name: for each leaf, layer and expert."""
+def _tensors_of_rule(
+    rule: Rule, config: Any, leaves: Mapping[str, Spec], stacks: dict[str, Sequence[Segment]]
+) -> dict[str, Tensor]:
+    """The tensors that a rule describes, by name: for each leaf, layer and expert.
+
+    `stacks` keeps the segments of each stack, {its name: segments}, for the next rule.
+    """
     modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     tensors: dict[str, Tensor] = {}
     for ours, theirs in LEAVES.items():
-        places_of_modules = [_places(config, module + ours) for module in modules]
+        places_of_modules = [_places(config, module + ours, stacks) for module in modules]
         for places in zip(*places_of_modules, strict=True):
             has_layer = rule.layers is None or places[0].layer in rule.layers
             if has_layer and places[0].path in leaves:
@@ -178,7 +185,7 @@ class Place(NamedTuple):
     index: tuple[int, ...] = ()  # of the layer in the leaf
 
 
-def _places(config: Any, path: str) -> list[Place]:
+def _places(config: Any, path: str, stacks: dict[str, Sequence[Segment]]) -> list[Place]:
     """The places of a parameter: one for each layer that has it, or one for the model.
 
     `path` is the parameter's path without the place in the layer pattern.
@@ -186,9 +193,10 @@ def _places(config: Any, path: str) -> list[Place]:
     stack, layers, inside = path.rpartition("layers/")
     if not layers:
         return [Place(path)]
-    stack_config = getattr(config, stack.rstrip("/")) if stack else config
+    if stack not in stacks:
+        stacks[stack] = layout.segments(getattr(config, stack.rstrip("/")) if stack else config)
     places = []
-    for segment in layout.segments(stack_config):
+    for segment in stacks[stack]:
         for k in range(segment.count):
             place_in_pattern, row = segment.place_of(k)
             leaf = f"{stack}layers/{place_in_pattern}/{inside}" if place_in_pattern else path

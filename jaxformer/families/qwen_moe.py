@@ -214,7 +214,8 @@ def _write(qwen: QwenMoe, config: ModelConfig) -> Json:
     c = write_fields(replace(config, feedforward=activation), qwen.fields)
     if experts is not None:
         c |= write_fields(mixture, qwen.mixture)
-        c[LOCAL_EXPERTS] = c["num_experts"]
+        if qwen.mixer is not None:
+            c[LOCAL_EXPERTS] = c["num_experts"]
     masks = write_masks(config)
     c["use_sliding_window"] = masks["sliding_window"] is not None
     c["sliding_window"] = masks["sliding_window"]

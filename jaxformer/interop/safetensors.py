@@ -28,6 +28,7 @@ log = logging.getLogger("jaxformer")
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 VARIANT = re.compile(r"model\.\w+\.safetensors")  # such as model.fp16.safetensors
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -250,7 +251,9 @@ def _open_shards(index: Path, listing: list[str]) -> dict[str, Any]:
             )
         opened |= here
     if missing := sorted(weight_map.keys() - opened.keys()):
-        # such as a head that is tied to the embedding; what a model needs is refused when it loads
+        if not all(HEAD.search(name) for name in missing):
+            raise ConfigError(f"{index}: lists {list_names(missing)}, which no file has; {AGAIN}")
+        # writers list a head that is tied; a model that needs its own is refused when it loads
         log.warning("%s: lists %s, which no file has", index, list_names(missing))
     return opened
 

@@ -14,7 +14,8 @@ from jaxtyping import Float
 
 from jaxformer import ops
 from jaxformer.errors import ConfigError
-from jaxformer.models.config import ModelConfig, require_numbers
+from jaxformer.models.checks import require_numbers
+from jaxformer.models.config import Axial, Learned, ModelConfig, Sinusoidal
 from jaxformer.models.layer import (
     Context,
     Mixer,
@@ -24,12 +25,17 @@ from jaxformer.models.layer import (
     linear_spec,
     residual_std,
 )
-from jaxformer.models.mixers.attention import attention_options, split_weights, tapped_weights
+from jaxformer.models.mixers.attention import (
+    attention_options,
+    count_tokens,
+    split_weights,
+    tapped_weights,
+)
 from jaxformer.ops.attention import cached
 from jaxformer.ops.attention.cached import (
-    Int8Slots,
     Slots,
     as_array,
+    empty_slots,
     first_slots,
     slot_positions,
     write_slots,
@@ -38,7 +44,7 @@ from jaxformer.ops.attention.cached import (
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.einsum import einsum
 from jaxformer.ops.positions import Rope, rope
-from jaxformer.ops.stored_weight import StoredWeight, to_int8
+from jaxformer.ops.stored_weight import StoredWeight
 from jaxformer.params import Spec, linear as map_without_bias
 from jaxformer.sharding import with_logical_constraint
 
@@ -94,8 +100,7 @@ class LatentAttention:
                 f"model.num_kv_heads={config.num_kv_heads}: heads of latent attention share the "
                 "latent; omit it"
             )
-        table = getattr(type(config.positions), "__name__", None)
-        if config.positions is not None and table not in ("Rope", "Learned", "Sinusoidal", "Axial"):
+        if not isinstance(config.positions, Rope | Learned | Sinusoidal | Axial | None):
             raise ConfigError(
                 f"model.positions={config.positions}: latent attention takes Rope, or a table"
             )
@@ -104,10 +109,7 @@ class LatentAttention:
             return self.apply(config, params, x, context)
 
         def state(batch: int, length: int, dtype) -> Tree:
-            zeros = jnp.zeros((batch, 1, length, self.rank + self.rotated), dtype)
-            if dtype == jnp.int8:
-                return {"latent": Int8Slots(*to_int8(zeros.astype(jnp.float32), (-1,)))}
-            return {"latent": zeros}
+            return {"latent": empty_slots((batch, 1, length, self.rank + self.rotated), dtype)}
 
         return Mixer(self.spec(config), apply, state, rolls=True)
 
@@ -193,7 +195,7 @@ class LatentAttention:
         if context.state is None:
             return result, None
         new = {"latent": kept.swapaxes(1, 2)}
-        return result, cached.write(first_slots, context.state, new, _count(context, query))
+        return result, cached.write(first_slots, context.state, new, count_tokens(context, query))
 
     def _decode(
         self, params: Tree, query: Array, kept: Array, context: Context, options: dict[str, Any]
@@ -209,7 +211,7 @@ class LatentAttention:
         new = {"latent": kept.swapaxes(1, 2)}
         steps = jnp.arange(T)[None]
         positions = context.lengths[:, None] + steps
-        new_positions = jnp.where(steps < _count(context, query)[:, None], positions, -1)
+        new_positions = jnp.where(steps < count_tokens(context, query)[:, None], positions, -1)
         old_positions = slot_positions(S, context.lengths)
         write_first = T == 1 and B <= 32  # a single token is written before the slots are read
         if write_first:
@@ -236,10 +238,3 @@ class LatentAttention:
         value = _unstored(params["value"]["kernel"])
         out = einsum("btnc,cnh->btnh", out[..., : self.rank], value)
         return (out if weights is None else (out, weights)), state
-
-
-def _count(context: Context, query: Array) -> Array:
-    """The number of tokens of each batch row, without padding."""
-    if context.padding_mask is None:
-        return jnp.full(len(query), query.shape[1])
-    return jnp.sum(context.padding_mask, axis=1)

@@ -3,6 +3,7 @@ are refused with the rename that mends them."""
 
 import json
 import logging
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +15,13 @@ from jaxformer.models import Classification
 from jaxformer.params import paths
 from tests import golden
 from tests.families import golden_runs as runs
+
+pytestmark = pytest.mark.thorough
+
+
+def test_the_page_of_families_has_each_model_type():
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    assert not [kind for kind in families.FAMILIES if f"`{kind}`" not in page]
 
 
 def assert_loads(folder, name, **options):

@@ -18,6 +18,7 @@ from jaxformer.models import adaptation
 from jaxformer.params import paths
 from tests import golden
 
+pytestmark = pytest.mark.thorough
 PATTERNS = {
     "llama_gqa": "attention|feedforward",  # a tensor for each map
     "gpt2": "attention/(query|key)/|up",  # a part of a tensor with three maps

@@ -158,7 +158,7 @@ def sealed(data: bytes) -> None:
 def tensors(path: Path) -> None:
     from jaxformer.interop import safetensors
 
-    for name, file in safetensors._open_file(path).items():
+    for name, file in safetensors.open_file(path).items():
         file.get_tensor(name)
 
 

@@ -17,6 +17,8 @@ COUNTS = {name: int(count) for name, count in load("parameter_counts").items()}
 # nothing to BERT's
 COUNTS["linformer_base"] = COUNTS["roberta_base"] + 12 * 2 * 512 * 256
 COUNTS["performer_base"] = COUNTS["bert_base_encoder"]
+# the biases that choose experts are variables here, and buffers there
+COUNTS["deepseek_v3"] += 58 * 256
 # nor is one of PaLM: maps of queries, of one head of keys and values, and of the output; 12 D^2 of
 # the feed-forward; scales of norms
 for _name, (_layers, _width, _heads) in {

@@ -26,9 +26,9 @@ from jaxformer.models.layer import (
 from jaxformer.models.position_table import attention_positions, attention_table
 from jaxformer.ops.attention import cached as cached_attention
 from jaxformer.ops.attention.cached import (
-    Int8Slots,
     Slots,
     as_array,
+    empty_slots,
     first_slots,
     slot_positions,
     write_slots,
@@ -37,7 +37,6 @@ from jaxformer.ops.attention.cached import (
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.bias import Bias, alibi, bias_between, t5
 from jaxformer.ops.positions import Rope, rope
-from jaxformer.ops.stored_weight import to_int8
 from jaxformer.params import Spec
 from jaxformer.sharding import with_logical_constraint
 
@@ -95,10 +94,8 @@ def attention(
         return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, carry)
 
     def state(batch: int, length: int, dtype):
-        zeros = jnp.zeros((batch, config.kv_heads, length, config.head_size), dtype)
-        if dtype == jnp.int8:
-            zeros = Int8Slots(*to_int8(zeros.astype(jnp.float32), (-1,)))
-        return {"key": zeros, "value": zeros}
+        slots = empty_slots((batch, config.kv_heads, length, config.head_size), dtype)
+        return {"key": slots, "value": slots}
 
     spec = attention_spec(config) | (extra or {})
     return Mixer(spec, apply, state, rolls=True, shared=positions_spec(config))
@@ -293,11 +290,7 @@ def cached(
     S = jax.tree.leaves(context.state["key"])[0].shape[2]
     state = context.state
     new = {"key": _in_slots(key), "value": _in_slots(value)}
-    count = (
-        jnp.full(len(query), T)
-        if context.padding_mask is None
-        else jnp.sum(context.padding_mask, axis=1)
-    )
+    count = count_tokens(context, query)
     if context.lengths is None:
         result = (attend or ops.attention)(query, key, value, **options)
         return result, cached_attention.write(first_slots, state, new, count)
@@ -333,6 +326,13 @@ def cached(
         out, _ = split_weights(result)
         state = cached_attention.write(write_slots, state, new, new_positions, out)
     return result, state
+
+
+def count_tokens(context: Context, x: Array) -> Array:
+    """The number of tokens in each batch row of x `[B, T, ...]`, without padding."""
+    if context.padding_mask is None:
+        return jnp.full(len(x), x.shape[1])
+    return jnp.sum(context.padding_mask, axis=1)
 
 
 def _in_slots(x: Array) -> Array:

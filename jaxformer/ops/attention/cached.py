@@ -39,6 +39,13 @@ class Int8Slots(NamedTuple):
     scale: Array  # float32 [B, K, S, 1]
 
 
+def empty_slots(shape: tuple[int, ...], dtype) -> Array | Int8Slots:
+    """Slots of zeros `[B, K, S, H]`, in 8 bits with scales for int8."""
+    if dtype == jnp.int8:
+        return Int8Slots(*to_int8(jnp.zeros(shape, jnp.float32), (-1,)))
+    return jnp.zeros(shape, dtype)
+
+
 def as_array(slots: "Array | Int8Slots", dtype) -> Array:
     """Keys or values as an array."""
     return (slots.values * slots.scale if isinstance(slots, Int8Slots) else slots).astype(dtype)

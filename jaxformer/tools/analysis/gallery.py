@@ -215,7 +215,7 @@ def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
     """
     references = run.references
 
-    def loss(trained: Tree, step: int, references: Tree) -> jax.Array:
+    def loss(trained: Tree, step: Any, references: Tree) -> jax.Array:
         sums = run.recipe.score(trained, batch, jax.random.key(0), step, references)
         return sums.loss / jnp.maximum(sums.weight, 1e-9)
 
