@@ -202,8 +202,9 @@ def test_weights_of_hugging_face_are_a_beginning(tmp_path):
         initial=str(tmp_path / "weights"),
         schedule=lambda experiment: lambda step: 0.0,
     )
-    run = loop.train(replace(tuned, steps=1), tmp_path)
-    recipe = build(replace(tuned, steps=1))
+    once = replace(tuned, steps=1)
+    run = loop.train(once, tmp_path, weights_of=families.HuggingFace)
+    recipe = build(once)
     dataset = checks.open_data(tuned)
     expected = evaluator(tuned, recipe, dataset)(weights, final=True)
     assert run.validation == expected
