@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from jaxformer.errors import ConfigError
 from jaxformer.families.classes import DECODER_TASKS, heads_of_decoder, read_heads, write_heads
-from jaxformer.families.decoder import NORMS
+from jaxformer.families.decoder import NORMS, QUERY_KEY_VALUE
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.settings import COMMON, Json, Key, get, read_fields, write_fields
 from jaxformer.models.blocks import Stream, Sublayers, add, pre_norm
@@ -72,7 +72,6 @@ def _write(config: ModelConfig) -> Json:
 
 
 LAYER = PREFIX + "h.{}."
-FUSED = tuple(f"layers/attention/{name}" for name in ("query", "key", "value"))
 LINEAR = {
     "attention/out": "self_attention.dense",
     "feedforward/up": "mlp.dense_h_to_4h",
@@ -84,7 +83,7 @@ MODEL = {
     "final_norm": "ln_f",
 }
 RULES = [
-    Rule(FUSED, LAYER + "self_attention.query_key_value", "by_head"),
+    Rule(QUERY_KEY_VALUE, LAYER + "self_attention.query_key_value", "by_head"),
     *rules("layers/", LAYER, LINEAR | NORMS),
     *rules("", PREFIX, MODEL),
     *rules("heads/", "", DECODER_TASKS | {"language_model/kernel": "lm_head.weight"}),

@@ -14,6 +14,7 @@ from jaxformer.families.decoder import (
     head_width,
     read_biases,
     write_biases,
+    write_widths,
 )
 from jaxformer.families.family import Rule
 from jaxformer.families.rotations import read_rope, write_rope
@@ -61,9 +62,7 @@ def _write(config: ModelConfig) -> Json:
     c = write_fields(config, COHERE_FIELDS)
     c |= write_heads(config.heads, "Cohere", _classes(SCALE))
     c["logit_scale"] = getattr(config.heads[0], "scale", SCALE) if config.heads else SCALE
-    c["num_key_value_heads"] = config.kv_heads
-    if config.head_width:
-        c["head_dim"] = config.head_size
+    c |= write_widths(config)
     c |= write_biases(config, BIASES) | write_rope(config.positions)
     return c | {"use_qk_norm": config.mixer is qk_layer_norm}
 

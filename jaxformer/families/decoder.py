@@ -38,6 +38,8 @@ ATTENTION = PROJECTIONS | {"out": "o_proj", "query_norm": "q_norm", "key_norm": 
 GATED_MAPS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 EXPERT_MAPS = {"gate": "w1", "up": "w3", "down": "w2"}  # of Mixtral
 ALL_BIASES = "query|key|value|out"
+# of a tensor that has all three
+QUERY_KEY_VALUE = tuple(f"layers/attention/{name}" for name in ("query", "key", "value"))
 
 
 def decoder_rules(
@@ -79,6 +81,12 @@ def head_width(c: Json, default: int | None = None) -> int | None:
     return size // heads if size % heads else None
 
 
+def write_widths(config: ModelConfig) -> Json:
+    """`num_key_value_heads`, and `head_dim` where the config has a `head_width`."""
+    c: Json = {"num_key_value_heads": config.kv_heads}
+    return c | ({"head_dim": config.head_size} if config.head_width else {})
+
+
 def read_biases(c: Json, flags: Mapping[str, str], always: str = "") -> str | bool:
     """Our `use_bias`: the maps `always`, and those of each flag {flag: maps} that is set."""
     maps = [always, *(maps for flag, maps in flags.items() if get(c, flag, False))]
@@ -115,8 +123,12 @@ def read_masks(kinds: list[str], width: int | None) -> tuple[Mask, ...]:
     return shortest_pattern([masks[kind] for kind in kinds])
 
 
-def write_masks(config: ModelConfig) -> Json:
-    """The inverse of `read_masks`: `layer_types` and `sliding_window`."""
+def write_masks(config: ModelConfig, default_width: int | None = None) -> Json:
+    """The inverse of `read_masks`: `layer_types` and `sliding_window`.
+
+    `default_width` is written for a model without a window, if theirs must have a number.
+    """
     windows = [left_window(mask) for mask in repeated(config.masks, config)]
     kinds = [FULL if width is None else SLIDING for width in windows]
-    return {"layer_types": kinds, "sliding_window": next(filter(None, windows), None)}
+    width = next(filter(None, windows), default_width)
+    return {"layer_types": kinds, "sliding_window": width}

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxformer import ops
 from jaxformer.errors import ConfigError
 from jaxformer.families.classes import DECODER_TASKS, heads_of_decoder, read_heads, write_heads
-from jaxformer.families.decoder import NORMS
+from jaxformer.families.decoder import NORMS, QUERY_KEY_VALUE
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.rotations import read_rope, write_rope
 from jaxformer.families.settings import (
@@ -117,7 +117,6 @@ def _write(config: ModelConfig) -> Json:
 
 
 LAYER = PREFIX + "h.{}."
-FUSED = tuple(f"layers/attention/{name}" for name in ("query", "key", "value"))
 LINEAR = {
     "attention/out": "self_attention.dense",
     "feedforward/up": "mlp.dense_h_to_4h",
@@ -131,7 +130,7 @@ TWO_NORMS = {"attention_norm": "ln_attn", "feedforward_norm": "ln_mlp"}
 def _rules(config: ModelConfig) -> list[Rule]:
     norms = {None: NORMS, parallel: ONE_NORM, parallel_norms: TWO_NORMS}[config.block]
     return [
-        Rule(FUSED, LAYER + "self_attention.query_key_value", "by_head"),
+        Rule(QUERY_KEY_VALUE, LAYER + "self_attention.query_key_value", "by_head"),
         *rules("layers/", LAYER, LINEAR | norms),
         *rules("", PREFIX, MODEL),
         *rules("heads/", "", DECODER_TASKS | {"language_model/kernel": "lm_head.weight"}),

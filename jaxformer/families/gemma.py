@@ -25,22 +25,21 @@ from jaxformer.families.decoder import (
     write_masks,
 )
 from jaxformer.families.family import Family, Rule
-from jaxformer.families.rotations import read_rope, write_rope
+from jaxformer.families.rotations import read_rope, read_ropes, write_rope, write_ropes
 from jaxformer.families.settings import (
     GATED,
     Json,
     Key,
     get,
     only,
+    pattern_of,
     read_fields,
     repeated,
-    shortest_pattern,
     write_fields,
 )
 from jaxformer.models.blocks import sandwich
 from jaxformer.models.config import Embedding, ModelConfig
 from jaxformer.models.norm import one_plus_rms_norm
-from jaxformer.ops.positions import Rope
 from jaxformer.zoo.qk_norm import qk_model_norm
 
 BIASES = {"attention_bias": ALL_BIASES}
@@ -51,7 +50,8 @@ SANDWICH = {
     "feedforward_out_norm": "post_feedforward_layernorm",
 }
 WINDOW = 4096
-THETA, LOCAL_THETA = 1e6, 1e4  # of Gemma 3: of full layers, of layers with a window
+THETAS = {FULL: 1e6, SLIDING: 1e4}  # of Gemma 3
+LOCAL_THETA = "rope_local_base_freq"
 
 
 CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
@@ -108,9 +108,8 @@ def _read(gemma: Gemma, c: Json, names: Collection[str]) -> ModelConfig:
         for (ours, theirs), default in zip(CAPS.items(), gemma.softcaps, strict=True):
             fields[ours] = get(c, theirs, float) if c.get(theirs) else c.get(theirs, default)
         if gemma.version == 3:
-            rotations = _read_rotations(c, fields["head_width"])
-            pattern = shortest_pattern([rotations[kind] for kind in kinds])
-            positions = pattern if len(pattern) > 1 else pattern[0]
+            rotations = read_ropes(c, fields["head_width"], THETAS, LOCAL_THETA)
+            positions = pattern_of([rotations[kind] for kind in kinds])
             fields["mixer"] = qk_model_norm
     return ModelConfig(
         **fields,
@@ -129,22 +128,6 @@ def _default_kinds(gemma: Gemma, c: Json) -> list[str]:
     return [SLIDING if (i + 1) % period else FULL for i in layers]
 
 
-def _read_rotations(c: Json, head_width: int) -> dict[str, Rope]:
-    """{kind of layer: its rotation}. Before transformers 5, only full layers had a scaling."""
-    rope = c.get("rope_parameters") or {}
-    older = (c.get("rope_scaling") or {}) | {"rope_theta": get(c, "rope_theta", THETA)}
-    local = {"rope_theta": get(c, "rope_local_base_freq", LOCAL_THETA)}
-    for entries in (older, *filter(None, rope.values())):
-        only(entries, truncate=True)  # transformers 5.23 does not look for it here
-    length = {"max_position_embeddings": c["max_position_embeddings"]}
-    return {
-        FULL: read_rope(length | {"rope_parameters": older | (rope.get(FULL) or {})}, head_width),
-        SLIDING: read_rope(
-            length | {"rope_parameters": local | (rope.get(SLIDING) or {})}, head_width
-        ),
-    }
-
-
 def _write(gemma: Gemma, config: ModelConfig) -> Json:
     c = write_fields(config, gemma.fields)
     c |= write_heads(config.heads, gemma.prefix, gemma.classes({}))
@@ -153,27 +136,15 @@ def _write(gemma: Gemma, config: ModelConfig) -> Json:
     if gemma.version < 3:
         c |= write_rope(config.positions)
     if gemma.version > 1:
-        c |= write_masks(config)
-        c["sliding_window"] = c["sliding_window"] or WINDOW  # theirs refuses none
+        c |= write_masks(config, WINDOW)
         c |= {theirs: getattr(config, ours) for ours, theirs in CAPS.items()}
         scale = config.attention_scale or config.head_size**-0.5
         c["query_pre_attn_scalar"] = round(scale**-2)
     if gemma.version == 3:
-        c |= _write_rotations(config, c["layer_types"])
+        ropes = dict(zip(c["layer_types"], repeated(config.positions, config), strict=True))
+        c |= write_ropes(ropes, THETAS)
+        c[LOCAL_THETA] = c["rope_parameters"][SLIDING]["rope_theta"]
     return c
-
-
-def _write_rotations(config: ModelConfig, kinds: list[str]) -> Json:
-    """The inverse of `_read_rotations`, for transformers 5 and for older readers."""
-    written = dict(zip(kinds, map(write_rope, repeated(config.positions, config)), strict=True))
-    default = {FULL: write_rope(Rope(THETA)), SLIDING: write_rope(Rope(LOCAL_THETA))}
-    found = default | written
-    return {
-        "rope_parameters": {kind: rope["rope_parameters"] for kind, rope in found.items()},
-        "rope_theta": found[FULL]["rope_theta"],
-        "rope_scaling": found[FULL]["rope_scaling"],
-        "rope_local_base_freq": found[SLIDING]["rope_theta"],
-    }
 
 
 def _rules(gemma: Gemma, config: ModelConfig) -> list[Rule]:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from jaxformer.errors import ConfigError
 from jaxformer.families.classes import DECODER_TASKS, heads_of_decoder, read_heads, write_heads
-from jaxformer.families.decoder import NORMS
+from jaxformer.families.decoder import NORMS, QUERY_KEY_VALUE
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.rotations import LENGTH, PARTIAL, read_rope, write_rope
 from jaxformer.families.settings import (
@@ -74,7 +74,6 @@ def _write(config: ModelConfig) -> Json:
 
 
 LAYER = PREFIX + "layers.{}."
-FUSED = tuple(f"layers/attention/{name}" for name in ("query", "key", "value"))
 LINEAR = {
     "attention/out": "attention.dense",
     "feedforward/up": "mlp.dense_h_to_4h",
@@ -82,7 +81,7 @@ LINEAR = {
 }
 MODEL = {"embedding/tokens": "embed_in.weight", "final_norm": "final_layer_norm"}
 RULES = [
-    Rule(FUSED, LAYER + "attention.query_key_value", "by_head"),
+    Rule(QUERY_KEY_VALUE, LAYER + "attention.query_key_value", "by_head"),
     *rules("layers/", LAYER, LINEAR | NORMS),
     *rules("", PREFIX, MODEL),
     *rules("heads/", "", DECODER_TASKS | {"language_model/kernel": "embed_out.weight"}),

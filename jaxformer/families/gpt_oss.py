@@ -85,8 +85,7 @@ def _write(config: ModelConfig) -> Json:
     c |= {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
     c |= write_rope(config.positions)
     c |= write_biases(config, BIASES)
-    c |= write_masks(config)
-    c["sliding_window"] = c["sliding_window"] or WINDOW  # theirs refuses none
+    c |= write_masks(config, WINDOW)
     return c
 
 

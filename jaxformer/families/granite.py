@@ -13,6 +13,7 @@ from jaxformer.families.decoder import (
     head_width,
     read_biases,
     write_biases,
+    write_widths,
 )
 from jaxformer.families.family import Rule
 from jaxformer.families.rotations import read_rope, write_rope
@@ -84,9 +85,7 @@ def _read(c: Json, names: Collection[str]) -> ModelConfig:
 
 def _write(config: ModelConfig) -> Json:
     c = write_fields(config, GRANITE) | write_heads(config.heads, "Granite", _classes(1.0))
-    c["num_key_value_heads"] = config.kv_heads
-    if config.head_width:
-        c["head_dim"] = config.head_size
+    c |= write_widths(config)
     head = language_model(config)
     # 1 / (1 / 13) is 13.000000000000002
     divisor = 1.0 if head is None else float(f"{1 / head.scale:.15g}")

@@ -4,7 +4,7 @@ import reprlib
 
 from jaxformer.errors import ConfigError
 from jaxformer.families.bert import ROBERTA, TASKS, encoder
-from jaxformer.families.settings import Json, get, repeated, shortest_pattern
+from jaxformer.families.settings import Json, get, pattern_of, repeated
 from jaxformer.zoo.longformer import Longformer
 
 
@@ -22,8 +22,7 @@ def _read_longformer(c: Json, kind: str):
     # for these classes, each call gives the global tokens
     per_call = kind in ("ForQuestionAnswering", "ForMultipleChoice")
     tokens = None if per_call else int(kind == "ForSequenceClassification")
-    pattern = tuple(Longformer(width, tokens) for width in shortest_pattern(windows))
-    return pattern if len(pattern) > 1 else pattern[0]
+    return pattern_of([Longformer(width, tokens) for width in windows])
 
 
 LONGFORMER = ROBERTA._replace(

@@ -20,6 +20,7 @@ from jaxformer.families.decoder import (
     head_width,
     sliding,
     write_masks,
+    write_widths,
 )
 from jaxformer.families.family import Rule
 from jaxformer.families.rotations import LENGTH, ORIGINAL, PARTIAL, read_rope, write_rope
@@ -84,15 +85,10 @@ def _read_phi(c: Json, names: Collection[str]) -> ModelConfig:
 def _write_phi(config: ModelConfig) -> Json:
     c = write_fields(config, PHI) | {"embd_pdrop": config.dropout_rate}
     c |= write_heads(config.heads, "Phi", _classes({}, bias=True))
-    c |= _write_widths(config)
+    c |= write_widths(config)
     c |= {PARTIAL: 1.0} | write_rope(config.positions)
     c["rope_parameters"] = {PARTIAL: 1.0} | c["rope_parameters"]
     return c
-
-
-def _write_widths(config: ModelConfig) -> Json:
-    c: Json = {"num_key_value_heads": config.kv_heads}
-    return c | ({"head_dim": config.head_size} if config.head_width else {})
 
 
 def _phi_rules(config: ModelConfig) -> list[Rule]:
@@ -148,7 +144,7 @@ def _with_newer_name(rope: Any) -> Any:
 def _write_phi3(config: ModelConfig) -> Json:
     c = write_fields(config, PHI3) | {"embd_pdrop": config.dropout_rate}
     c |= write_heads(config.heads, "Phi3", _classes({}))
-    c |= _write_widths(config)
+    c |= write_widths(config)
     c |= write_rope(config.positions)
     scaling = getattr(config.positions, "scaling", None)
     c[ORIGINAL] = getattr(scaling, "original_length", ORIGINAL_LENGTH)

@@ -27,6 +27,7 @@ from jaxformer.families.decoder import (
     read_masks,
     sliding,
     write_masks,
+    write_widths,
 )
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.rotations import read_rope, write_rope
@@ -223,8 +224,7 @@ def _write(qwen: QwenMoe, config: ModelConfig) -> Json:
         c |= {"layer_types": masks["layer_types"], "max_window_layers": config.num_layers}
         c |= {SHARED: experts.d_ff} if isinstance(experts, GatedShared) else {}
     c |= write_heads(config.heads, qwen.prefix, heads_of_decoder({}))
-    c |= {"num_key_value_heads": config.kv_heads, "mlp_only_layers": plain}
-    c |= {"head_dim": config.head_size} if config.head_width else {}
+    c |= write_widths(config) | {"mlp_only_layers": plain}
     return c | write_rope(config.positions) | {qwen.flag[0]: config.has_bias("query")}
 
 

@@ -4,6 +4,7 @@ transformers 5 has `rope_parameters`; others have `rope_theta` and `rope_scaling
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,46 @@ def read_rope(
         shown = f"head_dim={head_width}, rope_type={kind!r}, rope_theta={base:g}"
         raise ConfigError(f"config.json: {shown}: {error}") from None
     return rotation
+
+
+def read_ropes(
+    c: Json, head_width: int, thetas: Mapping[str, float], local_theta: str | None = None
+) -> dict[str, Rope]:
+    """{kind of layer: its rotation}, for models whose layers of two kinds rotate differently.
+
+    `thetas` are the defaults, {kind in `layer_types`: theta}. Older files have a scaling for the
+    first kind alone, and a theta of the second under the name `local_theta`. Raises ConfigError for
+    `truncate`, which transformers 5.23 does not look for here.
+    """
+    rope = c.get("rope_parameters") or {}
+    full, local = thetas
+    older = (c.get("rope_scaling") or {}) | {"rope_theta": get(c, "rope_theta", thetas[full])}
+    of_local = thetas[local] if local_theta is None else get(c, local_theta, thetas[local])
+    found = {
+        full: older | (rope.get(full) or {}),
+        local: {"rope_theta": of_local} | (rope.get(local) or {}),
+    }
+    for entries in found.values():
+        only(entries, truncate=True)
+    length = {LENGTH: c[LENGTH]}
+    return {
+        kind: read_rope(length | {"rope_parameters": entries}, head_width)
+        for kind, entries in found.items()
+    }
+
+
+def write_ropes(ropes: Mapping[str, Any], thetas: Mapping[str, float]) -> Json:
+    """The inverse of `read_ropes`, for transformers 5 and for older readers.
+
+    A kind that no layer has gets the rotation of `thetas`.
+    """
+    written = {kind: write_rope(ropes.get(kind, Rope(theta))) for kind, theta in thetas.items()}
+    older = written[next(iter(thetas))]
+    return {
+        "rope_parameters": {kind: rope["rope_parameters"] for kind, rope in written.items()},
+        "rope_theta": older["rope_theta"],
+        "rope_scaling": older["rope_scaling"],
+    }
 
 
 def _rope_settings(c: Json) -> Json:

@@ -170,6 +170,12 @@ def shortest_pattern(items: list) -> tuple:
     return tuple(items[: next(filter(fits, range(1, len(items) + 1)))])
 
 
+def pattern_of(items: list) -> Any:
+    """The shortest pattern; the item itself if all are equal."""
+    pattern = shortest_pattern(items)
+    return pattern if len(pattern) > 1 else pattern[0]
+
+
 def repeated(pattern: Any, config: ModelConfig) -> list:
     """The entry of the pattern for each layer."""
     pattern = pattern if isinstance(pattern, tuple) else (pattern,)

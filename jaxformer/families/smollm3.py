@@ -22,6 +22,7 @@ from jaxformer.families.decoder import (
     read_masks,
     write_biases,
     write_masks,
+    write_widths,
 )
 from jaxformer.families.family import Rule
 from jaxformer.families.rotations import read_rope, write_rope
@@ -81,9 +82,7 @@ def _read_rotated(c: Json) -> list[bool]:
 def _write(config: ModelConfig) -> Json:
     c = write_fields(config, SMOLLM3)
     c |= write_heads(config.heads, "SmolLM3", heads_of_decoder({}))
-    c["num_key_value_heads"] = config.kv_heads
-    if config.head_width:
-        c["head_dim"] = config.head_size
+    c |= write_widths(config)
     rotations = repeated(config.positions, config)
     c |= write_rope(next((rotation for rotation in rotations if rotation is not None), None))
     c["no_rope_layers"] = [int(rotation is not None) for rotation in rotations]

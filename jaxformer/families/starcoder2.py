@@ -13,6 +13,7 @@ from jaxformer.families.decoder import (
     head_width,
     sliding,
     write_masks,
+    write_widths,
 )
 from jaxformer.families.family import Rule
 from jaxformer.families.rotations import read_rope, write_rope
@@ -52,9 +53,7 @@ def _read(c: Json, names: Collection[str]) -> ModelConfig:
 def _write(config: ModelConfig) -> Json:
     c = write_fields(config, STARCODER2) | {"embedding_dropout": config.dropout_rate}
     c |= write_heads(config.heads, "Starcoder2", _classes({}))
-    c["num_key_value_heads"] = config.kv_heads
-    if config.head_width:
-        c["head_dim"] = config.head_size
+    c |= write_widths(config)
     c |= write_rope(config.positions)
     c["sliding_window"] = write_masks(config)["sliding_window"]
     return c | {"use_bias": config.has_bias("query")}

@@ -4,6 +4,7 @@
 at a time.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ import os
 import re
 import reprlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,20 @@ def save_checkpoint(
     contents}. Raises ConfigError for a `folder` that is not empty or cannot be written, and for an
     unknown dtype. A save that was killed leaves `folder.unfinished`; the next save removes it.
     """
+    with new_folder(folder) as unfinished:
+        _write_shards(unfinished, tensors, shard_bytes)
+        (unfinished / "config.json").write_text(dumps(config))
+        for name, contents in (files or {}).items():
+            (unfinished / name).write_bytes(contents)
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """A context that yields an empty folder, and gives it the name `folder` when it ends.
+
+    Raises ConfigError for a `folder` that is not empty or cannot be written. A process that is
+    killed inside leaves `folder.unfinished`; the next one removes it.
+    """
     folder = Path(os.path.realpath(os.path.expanduser(folder)))
     unfinished = folder.parent / f"{folder.name}.unfinished"
     try:
@@ -144,10 +159,7 @@ def save_checkpoint(
             )
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        _write_shards(unfinished, tensors, shard_bytes)
-        (unfinished / "config.json").write_text(dumps(config))
-        for name, contents in (files or {}).items():
-            (unfinished / name).write_bytes(contents)
+        yield unfinished
         unfinished.rename(folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
@@ -304,14 +316,14 @@ def _write_shards(folder: Path, tensors: Iterable[tuple], limit: int) -> None:
     for number, shard in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(shard, file)
-        _write_file(folder / file, shard)
+        write_file(folder / file, shard)
     if len(shards) > 1:
         (folder / INDEX).write_text(
             dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
         )
 
 
-def _write_file(path: Path, tensors: dict[str, Callable[[], Any]]) -> None:
+def write_file(path: Path, tensors: dict[str, Callable[[], Any]]) -> None:
     """Writes one file. Its arrays are freed when this returns, before those of the next file."""
     # the package writes the memory of an array without a look at its strides
     arrays = {name: np.asarray(make(), order="C") for name, make in tensors.items()}

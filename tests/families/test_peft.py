@@ -92,7 +92,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
 def test_half_a_pair_and_a_full_folder_are_refused(tmp_path):
     checkpoint, adapter = adapter_of("llama_gqa")
     peft.save(tmp_path / "a", checkpoint, adapter)
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError, match="not an empty folder"):
         peft.save(tmp_path / "a", checkpoint, adapter)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     file = tmp_path / "b" / "adapter_model.safetensors"
