@@ -111,7 +111,8 @@ def load(
 ) -> Checkpoint:
     """Reads a checkpoint from a folder or from the hub.
 
-    The default `dtype` is that of the file. `sharding` is one for all parameters, or a tree.
+    The default `dtype` is that of the file; a variable, such as the bias that chooses experts, is
+    not made narrower. `sharding` is one for all parameters, or a tree.
     `heads` replaces the heads of the file: `()` loads only the stack, `(Classification(3),)` is for
     a new task. `family` is one of your own, for a `model_type` that is not among `FAMILIES`, or in
     place of one that is.
@@ -176,7 +177,8 @@ def save(
     for name, tensor in plan(family, checkpoint.config).items():
         dtype = np.dtype(arrays[tensor.parts[0].path].dtype if tensor.parts else np.float32)
         tensors.append((name, tensor.shape, dtype, partial(tensor.theirs, arrays)))
-    settings["dtype"] = min(str(dtype) for _, _, dtype, _ in tensors)
+    # transformers 5 says dtype, older readers torch_dtype
+    settings["dtype"] = settings["torch_dtype"] = min(str(dtype) for _, _, dtype, _ in tensors)
     files = {safetensors.GENERATION: safetensors.dumps(generation).encode()} if generation else {}
     safetensors.save_checkpoint(folder, settings, tensors, shard_bytes, files)
 

@@ -52,8 +52,8 @@ SANDWICH = {
 WINDOW = 4096
 THETAS = {FULL: 1e6, SLIDING: 1e4}  # of Gemma 3
 LOCAL_THETA = "rope_local_base_freq"
-
-
+# Gemma 1 was trained with the tanh form, which its first files call gelu
+GATED_1 = GATED | {"gelu": GATED["gelu_pytorch_tanh"]}
 CAPS = {"attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
 
 
@@ -68,11 +68,13 @@ class Gemma(NamedTuple):
     @property
     def fields(self) -> dict[str, Key]:
         """{our field: their entry of config.json}."""
-        activation = "hidden_act" if self.version == 1 else "hidden_activation"
+        activation, gates = ("hidden_activation", GATED)
+        if self.version == 1:
+            activation, gates = ("hidden_act", GATED_1)
         return FIELDS | {
             "head_width": Key("head_dim", 256),
             "num_kv_heads": Key("num_key_value_heads", self.kv_heads),
-            "feedforward": Key(activation, "gelu_pytorch_tanh", GATED),
+            "feedforward": Key(activation, "gelu_pytorch_tanh", gates),
             "tie_embeddings": Key("tie_word_embeddings", True),
         }
 

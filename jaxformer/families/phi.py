@@ -149,7 +149,20 @@ def _write_phi3(config: ModelConfig) -> Json:
     scaling = getattr(config.positions, "scaling", None)
     c[ORIGINAL] = getattr(scaling, "original_length", ORIGINAL_LENGTH)
     c["sliding_window"] = write_masks(config)["sliding_window"]
-    return c
+    return c | _older_scaling(config, c)
+
+
+def _older_scaling(config: ModelConfig, c: Json) -> Json:
+    """`rope_scaling` for transformers 4, whose Phi-3 takes three entries and computes the others.
+
+    It is left alone if they would be computed otherwise.
+    """
+    if c["rope_scaling"] is None:
+        return {}
+    entries = {name: c["rope_scaling"][name] for name in ("type", "short_factor", "long_factor")}
+    older = {"rope_scaling": entries}
+    rotation = _read_rotation(c | older | {"rope_parameters": None}, config.head_size)
+    return older if rotation == config.positions else {}
 
 
 def _phi3_rules(config: ModelConfig) -> list[Rule]:

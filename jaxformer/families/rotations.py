@@ -84,9 +84,15 @@ def read_ropes(
 
     `thetas` are the defaults, {kind in `layer_types`: theta}. Older files have a scaling for the
     first kind alone, and a theta of the second under the name `local_theta`. Raises ConfigError for
-    `truncate`, which transformers 5.23 does not look for here.
+    one rotation without kinds, which transformers 5 drops, and for `truncate`, which transformers
+    5.23 does not look for here.
     """
     rope = c.get("rope_parameters") or {}
+    if odd := sorted(rope.keys() - thetas.keys()):
+        raise ConfigError(
+            f"config.json: rope_parameters has {', '.join(odd)}; "
+            f"give each kind of layer its own: {', '.join(thetas)}"
+        )
     full, local = thetas
     older = (c.get("rope_scaling") or {}) | {"rope_theta": get(c, "rope_theta", thetas[full])}
     of_local = thetas[local] if local_theta is None else get(c, local_theta, thetas[local])

@@ -79,6 +79,9 @@ def read_tokens(*settings: dict) -> Tokens:
             raise ConfigError(f"config.json: {key}={ids!r}: expected a token, or null")
         ids = tuple(i for i in ids if i >= 0)
         tokens[name] = ids if name == "eos" else next(iter(ids), None)
+    # the old entry of BART for it
+    if tokens["forced_bos"] is None and _first(settings, "force_bos_token_to_be_generated") is True:
+        tokens["forced_bos"] = tokens["bos"]
     for name, key in LISTS.items():
         ids = _first(settings, key)
         words = ids if name == "banned" else [ids]

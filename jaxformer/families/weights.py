@@ -40,7 +40,7 @@ def read_weights(
     if missing and key is None:
         raise ConfigError(f"{missing[0]} is missing in the file and may be; give `key` to draw it")
     shardings = _shardings(sharding, leaves)
-    dtypes = _dtypes(file, tensors, source, dtype)
+    dtypes = _dtypes(file, tensors, source, leaves, dtype)
     in_file = {source[name]: tensor for name, tensor in tensors.items() if name in source}
     params = _read_leaves(file, in_file, leaves, dtypes, shardings)
     for path in missing:
@@ -182,8 +182,14 @@ def _advice(
     return "see allow_missing, allow_unexpected and heads of families.load"
 
 
-def _dtypes(file, tensors: dict[str, Tensor], source: dict[str, str], dtype) -> dict[str, Any]:
-    """The dtype of each leaf: `dtype`, or the widest of its tensors in the file."""
+def _dtypes(
+    file, tensors: dict[str, Tensor], source: dict[str, str], leaves: dict[str, Spec], dtype
+) -> dict[str, Any]:
+    """The dtype of each leaf: `dtype`, or the widest of its tensors in the file.
+
+    A variable stays at least as wide as in the file: the biases that choose the experts of
+    DeepSeek-V3 differ by less than bfloat16 can tell.
+    """
     dtypes: dict[str, Any] = {}
     for name in (name for name in tensors if name in source):
         stored = jnp.dtype(file.names[source[name]][1])
@@ -193,7 +199,12 @@ def _dtypes(file, tensors: dict[str, Tensor], source: dict[str, str], dtype) -> 
                 "quantised, not read"
             )
         for part in tensors[name].parts:
-            dtypes[part.path] = dtype or jnp.promote_types(stored, dtypes.get(part.path, stored))
+            widest = jnp.promote_types(stored, dtypes.get(part.path, stored))
+            if dtype is not None and not leaves[part.path].trained:
+                widest = jnp.promote_types(widest, dtype)
+            elif dtype is not None:
+                widest = dtype
+            dtypes[part.path] = widest
     return {path: jax.dtypes.canonicalize_dtype(leaf_dtype) for path, leaf_dtype in dtypes.items()}
 
 

@@ -11,17 +11,22 @@ import numpy as np
 import pytest
 
 from jaxformer import decoding, masks, models, zoo
+from jaxformer.families.falcon import falcon_alibi
+from jaxformer.families.qwen_moe import GatedShared
+from jaxformer.families.t5 import RelativeByLayer
 from jaxformer.masks import Mask, causal
 from jaxformer.models import (
     Alibi,
     Axial,
     EncoderDecoder,
     Learned,
+    Mixture,
     ModelConfig,
     Relative,
     Sinusoidal,
     presets,
 )
+from jaxformer.models.norm import one_plus_rms_norm
 from jaxformer.ops.attention.cached import QUERY_BLOCK, widths
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
 from jaxformer.ops.stored_weight import StoredWeight
@@ -80,6 +85,9 @@ MIXERS = {
     "qk_norm": zoo.qk_norm.qk_norm,
     "qk_norm_full": zoo.qk_norm.qk_norm_full,
     "qk_model_norm": zoo.qk_norm.qk_model_norm,
+    "qk_layer_norm": zoo.qk_layer_norm.qk_layer_norm,
+    "sinks": zoo.sinks.sinks,
+    "relative by layer": RelativeByLayer(Relative(6, 8, False)),
     "gated": zoo.gated.gated,
     "differential": zoo.differential.differential,
     "sigmoid": zoo.sigmoid.sigmoid,
@@ -125,6 +133,29 @@ CONFIGS |= {
         MODEL, masks=(causal() & masks.window(3),), mixer=MIXERS["sigmoid"]
     ),
     "your bias on sigmoid": replace(MODEL, positions=places, mixer=MIXERS["sigmoid"]),
+    "falcon_alibi": replace(MODEL, positions=falcon_alibi),
+    "one_plus_rms_norm": replace(MODEL, norm=one_plus_rms_norm, mixer=MIXERS["qk_model_norm"]),
+    "sinks in a window": replace(MODEL, masks=(MASKS["window"], causal()), mixer=MIXERS["sinks"]),
+    "clamped_mixture": replace(MODEL, feedforward=zoo.ClampedMixture(4, 2)),
+    "grouped_experts": replace(
+        MODEL, feedforward=zoo.GroupedExperts(8, 3, groups=4, top_groups=2, shared=12)
+    ),
+    "gated_shared": replace(MODEL, feedforward=GatedShared(Mixture(4, 2, d_ff=12), d_ff=20)),
+}
+LATENT = replace(
+    MODEL,
+    num_kv_heads=None,
+    head_width=12,
+    mixer=zoo.LatentAttention(rank=6, rotated=4, query_rank=8, value_width=5),
+    num_layers=2,
+)
+CONFIGS |= {
+    "latent_attention": LATENT,
+    "latent_attention in a window": replace(LATENT, masks=(MASKS["window"],)),
+    "latent_attention, by_head": replace(LATENT, masks=(MASKS["by_head"],), num_layers=1),
+    "latent_attention, learned": replace(
+        LATENT, mixer=zoo.LatentAttention(6, 4), positions=Learned(), attention_softcap=0.7
+    ),
 }
 
 

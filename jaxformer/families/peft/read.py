@@ -29,6 +29,8 @@ from jaxformer.families.settings import Json, get, only
 from jaxformer.interop import safetensors
 from jaxformer.interop.safetensors import list_names
 from jaxformer.models import adaptation
+from jaxformer.models.config import ModelConfig
+from jaxformer.models.heads import language_model
 from jaxformer.params import Spec, paths
 
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.default)?(?:\.weight)?$")
@@ -63,7 +65,7 @@ def _read(
     settings: Json, arrays: Mapping[str, np.ndarray], checkpoint: Checkpoint, family: Family
 ) -> Adapter:
     tensors = plan(family, checkpoint.config)
-    pairs, trained = _sorted_out(arrays, tensors, family)
+    pairs, trained = _sorted_out(arrays, tensors, family, models.last_stack(checkpoint.config))
     if not pairs and not trained:
         raise ConfigError("the adapter has no tensor")
     rank = max((len(pair.a) for pair in pairs.values()), default=get(settings, "r", 8))
@@ -103,9 +105,16 @@ def _zeros(leaves: Mapping[str, Spec], rank: int) -> dict[str, dict[str, np.ndar
 
 
 def _sorted_out(
-    arrays: Mapping[str, np.ndarray], tensors: dict[str, Tensor], family: Family
+    arrays: Mapping[str, np.ndarray],
+    tensors: dict[str, Tensor],
+    family: Family,
+    last: ModelConfig,
 ) -> tuple[dict[str, Pair], dict[str, np.ndarray]]:
-    """({tensor of the model: its factors}, {tensor of the model: its new value})."""
+    """({tensor of the model: its factors}, {tensor of the model: its new value}).
+
+    PEFT writes both tables of a tied model whose vocabulary was resized: they must be equal. Raises
+    ConfigError for factors of a tied table, because the other table would change with it.
+    """
 
     def canonical(name: str) -> str:
         name = re.sub(r"\.(?:base_layer|modules_to_save\.default)\.", ".", name)
@@ -115,6 +124,10 @@ def _sorted_out(
                 return candidate
         raise ConfigError(f"{name}: the model has no such tensor; is it the base of this adapter?")
 
+    tied_tables: set[str] = set()
+    if last.tie_embeddings and language_model(last):
+        tied_tables = {name for name in family.aliases.values() if _is_table(tensors.get(name))}
+    tables_of_tied: dict[str, dict[str, np.ndarray]] = {}
     halves: dict[str, dict[str, np.ndarray]] = {}
     tables = set()
     trained = {}
@@ -122,15 +135,29 @@ def _sorted_out(
         name = full_name.removeprefix(PREFIX)
         if match := FACTOR.match(name):
             module = canonical(f"{match[1]}.weight")
+            if module in tied_tables:
+                raise ConfigError(f"{name}: the embedding and the head are tied: not read here")
             halves.setdefault(module, {})[match[3]] = array
             if match[2]:
                 tables.add(module)
         else:
-            trained[canonical(name)] = array
+            tensor = canonical(name)
+            if tensor in tied_tables:
+                tables_of_tied.setdefault(tensor, {})[name] = array
+            trained[tensor] = array
+    for name, values in tables_of_tied.items():
+        if name not in values or any(
+            not np.array_equal(values[name], value) for value in values.values()
+        ):
+            raise ConfigError(f"{name}: the head is tied to it, and the adapter has another head")
     if odd := [name for name, half in halves.items() if len(half) < 2]:
         raise ConfigError(f"one of two factors is missing: {list_names(odd, str)}")
     pairs = {name: Pair(half["A"], half["B"], name in tables) for name, half in halves.items()}
     return pairs, trained
+
+
+def _is_table(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.parts[0].path.endswith(TABLE)
 
 
 def _scale(settings: Json, module: str, rank: int) -> float:
