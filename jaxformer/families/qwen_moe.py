@@ -75,7 +75,7 @@ class GatedShared:
             )
 
         spec = mixture.spec | {"shared": feedforward_spec(plain), "shared_gate": gate}
-        return FeedForward(spec, apply)
+        return FeedForward(spec, apply, visited=self.mixture.top_k)
 
     def evaluation(self) -> "GatedShared":
         """The model for scores, see `Mixture.evaluation`."""

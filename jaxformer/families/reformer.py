@@ -26,6 +26,8 @@ from jaxformer.zoo.local_chunks import LocalChunks
 from jaxformer.zoo.reformer import Reformer
 from jaxformer.zoo.reversible import Reversible
 
+LM = LanguageModel()
+BIAS = "lm_head.decoder.bias"
 REFORMER = {
     field: COMMON[field] for field in ("vocab_size", "d_model", "num_heads", "init_std")
 } | {
@@ -77,7 +79,7 @@ def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
         use_bias="up|down|norm",
         masks=tuple(mixers[kind][0] for kind in pattern),
         mixer=tuple(mixers[kind][1] for kind in pattern),
-        heads=_read_reformer_heads(c),
+        heads=_read_reformer_heads(c, names),
     )
 
 
@@ -132,7 +134,7 @@ def _reformer_heads(c: Json) -> dict[str, tuple]:
     return heads_by_class(kinds, Classification(count_labels(c), pool="position_0"))
 
 
-def _read_reformer_heads(c: Json) -> tuple:
+def _read_reformer_heads(c: Json, names: Collection[str]) -> tuple:
     heads = _reformer_heads(c)
     kind = class_kind(c, "Reformer", heads)
     if kind in ("ModelWithLMHead", "ForMaskedLM"):
@@ -140,6 +142,8 @@ def _read_reformer_heads(c: Json) -> tuple:
     if kind == "ForSequenceClassification":
         # in a causal model, position 0 sees no token if it is padding: transformers gives NaN
         only(c, is_decoder=False)
+    if any(name.endswith(BIAS) for name in names):
+        return tuple(LanguageModel(bias=True) if each == LM else each for each in heads[kind])
     return heads[kind]
 
 
@@ -206,11 +210,11 @@ def _reformer_rules(config: ModelConfig) -> list[Rule]:
         Rule("heads/span", "qa_outputs"),
         *rules("heads/classification", "classifier.", {"/pooler": "dense", "": "out_proj"}),
     ]
-    # transformers 5 does not add this bias. For models trained with it, use
-    # `load(heads=(LanguageModel(bias=True),))`.
+    # transformers 4 and 5.24 add a bias, which 5.24 reads from `BIAS`. The versions between do not
+    # add `lm_head.bias`: a model trained with it needs `load(heads=(LanguageModel(bias=True),))`.
     if LanguageModel(bias=True) in config.heads:
-        result.append(Rule("heads/language_model/bias", "lm_head.bias"))
-    elif LanguageModel() in config.heads:
+        result.append(Rule("heads/language_model/bias", BIAS))
+    elif LM in config.heads:
         result.append(Rule("embedding/tokens", "lm_head.bias", "unread"))
     return result
 
@@ -221,7 +225,7 @@ FAMILIES = {
         _write_reformer,
         _reformer_rules,
         "reformer.",
-        r"mask_value_float(16|32)$",
-        aliases={"lm_head.decoder.bias": "lm_head.bias"},
+        r"mask_value_float(16|32)$|lm_head\.bias$",
+        aliases={"lm_head.bias": BIAS},
     ),
 }

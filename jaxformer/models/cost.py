@@ -7,8 +7,8 @@ from typing import NamedTuple
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Classification, EncoderDecoder, ModelConfig
+from jaxformer.models.feedforward import feed
 from jaxformer.models.heads import language_model
-from jaxformer.models.mixture import Mixture
 from jaxformer.models.stacks import layout
 
 GIB = 2**30
@@ -179,9 +179,10 @@ def products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float
     for path, leaf in params.paths(models.spec(config)).items():
         stack = config if isinstance(config, ModelConfig) else getattr(config, path.split("/")[0])
         share = 1.0
-        experts = layout.of_parameter(stack, path).feedforward if "expert" in leaf.axes else None
-        if isinstance(experts, Mixture) and "router" not in path:
-            share = experts.top_k / experts.experts
+        if "expert" in leaf.axes[:-1]:  # the last axis of a router is its logits
+            visited = feed(layout.of_parameter(stack, path)).visited
+            E = leaf.shape[leaf.axes.index("expert")]
+            share = 1.0 if visited is None else visited / E
         head = next(
             (head for head in stack.heads if f"heads/{getattr(head, 'name', None)}/" in path), None
         )

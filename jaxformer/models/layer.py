@@ -117,6 +117,8 @@ class FeedForward(NamedTuple):
     spec: Tree  # of `Spec`
     apply: Callable  # (params, x [B, T, D], Context) -> FeedForwardOutput
     shared: Tree = None  # the spec of parameters that all layers have in common
+    # experts that a token visits, of those along the axis "expert" of `spec`; None: all
+    visited: int | None = None
 
 
 class Mixer(NamedTuple):

@@ -69,7 +69,7 @@ class Mixture:
         refuse("normalise", has_lone_weight, f"a lone weight is 1 and teaches nothing; {advice}")
 
     def __call__(self, config: ModelConfig) -> FeedForward:
-        return FeedForward(self.spec(config), self.apply)
+        return FeedForward(self.spec(config), self.apply, visited=self.top_k)
 
     def evaluation(self) -> "Mixture":
         """The mixture for scores: no expert has a capacity of its own.

@@ -127,7 +127,7 @@ class ClampedMixture:
             )
 
     def __call__(self, config: ModelConfig) -> FeedForward:
-        return FeedForward(self.spec(config), self.apply)
+        return FeedForward(self.spec(config), self.apply, visited=self.top_k)
 
     def spec(self, config: ModelConfig) -> Tree:
         """The maps router `[D, E]`, gate_up `[E, D, 2 F]` and down `[E, F, D]`, with biases."""

@@ -89,7 +89,7 @@ class GroupedExperts:
         refuse("activation", self.activation not in words, f"expected one of {', '.join(words)}")
 
     def __call__(self, config: ModelConfig) -> FeedForward:
-        return FeedForward(self.spec(config), self.apply)
+        return FeedForward(self.spec(config), self.apply, visited=self.top_k)
 
     def spec(self, config: ModelConfig) -> Tree:
         D, E = config.d_model, self.experts

@@ -49,8 +49,8 @@ from jaxformer.params import Spec, linear as map_without_bias
 from jaxformer.sharding import with_logical_constraint
 
 
-def absorb(query: Float[Array, "B T N H"], key: Float[Array, "C N P"]) -> Float[Array, "B T N C+R"]:
-    """Queries that read a cache of latents: (q_content W_key, q_rotated), R = H - P.
+def absorb(query: Float[Array, "B T N H"], key: Float[Array, "C N P"]) -> Float[Array, "B T N CR"]:
+    """Queries that read a cache of latents: (q_content W_key, q_rotated) of C + H - P features.
 
     q_content . (W_key c) = (q_content W_key) . c, so the keys of the heads are never made.
     """

@@ -6,10 +6,11 @@ import logging
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import families
+from jaxformer import families, models
 from jaxformer.errors import ConfigError
 from jaxformer.models import Classification
 from jaxformer.params import paths
@@ -128,3 +129,27 @@ def test_a_file_without_a_head_is_tied(tmp_path):
     """tie_word_embeddings is missing, and there is no head of its own."""
     folder = runs.altered(tmp_path, "llama_gqa", tie_word_embeddings=...)
     assert_loads(folder, "llama_gqa")
+
+
+@pytest.mark.parametrize("second", [None, "equal", "another"])
+def test_a_reformer_of_transformers_5_24_adds_the_bias_of_its_decoder(second, tmp_path):
+    """`lm_head.bias` beside it is read by nobody; 4.x wrote the same numbers under both names."""
+    size = golden.config("reformer")["vocab_size"]
+    bias = np.random.default_rng(0).normal(size=size).astype(np.float32)
+    others = {None: {}, "equal": {"lm_head.bias": bias}, "another": {"lm_head.bias": 2 * bias}}
+
+    def with_bias(arrays):
+        arrays = {name: array for name, array in arrays.items() if name != "lm_head.bias"}
+        return arrays | others[second] | {"lm_head.decoder.bias": bias}
+
+    checkpoint = families.load(runs.altered(tmp_path / "a", "reformer", with_bias))
+    plain = families.load(golden.folder("reformer"))
+    tokens = jnp.arange(32)[None] % size
+    found, expected = (
+        models.apply(each.config, each.params, tokens).logits for each in (checkpoint, plain)
+    )
+    np.testing.assert_allclose(found, expected + bias, atol=1e-4)  # logits of order one
+    families.save(tmp_path / "b", checkpoint)
+    saved = runs.tensors(tmp_path / "b")
+    np.testing.assert_array_equal(saved["lm_head.decoder.bias"], bias)
+    assert "lm_head.bias" not in saved

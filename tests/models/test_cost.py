@@ -66,6 +66,15 @@ def test_of_experts_those_count_that_a_token_goes_to():
     assert params.count(models.spec(config)) == pytest.approx(46.7e9, rel=1e-3)
     active = forward(config, 0) + config.vocab_size * config.d_model
     assert active == pytest.approx(12.9e9, rel=2e-3)
+    # OpenAI 2025, arXiv:2508.10925, table 1, to three digits; DeepSeek-AI 2024, arXiv:2412.19437,
+    # section 1, to two. The embedding's table is not counted.
+    for name, billions, digits in (
+        ("gpt_oss_20b", 3.61, 3),
+        ("gpt_oss_120b", 5.13, 3),
+        ("deepseek_v3", 37, 2),
+    ):
+        found = forward(PRESETS[name], 0) / 1e9
+        assert float(f"{found:.{digits}g}") == billions
     small = ModelConfig(7, 2, 8, 2, 4, feedforward=Mixture(4, 2, d_ff=16, shared=12))
     router, expert, shared = 8 * 4, 3 * 8 * 16, 3 * 8 * 12
     assert forward(small, 0) == 2 * (4 * 8 * 8 + router + 2 * expert + shared) + 7 * 8

@@ -12,8 +12,21 @@ import pytest
 
 from jaxformer import decoding, masks, models, zoo
 from jaxformer.errors import ConfigError
+from jaxformer.families.falcon import falcon_alibi
+from jaxformer.families.qwen_moe import GatedShared
+from jaxformer.families.t5 import RelativeByLayer
 from jaxformer.masks import Mask, causal
-from jaxformer.models import Alibi, Axial, Learned, ModelConfig, Relative, Sinusoidal
+from jaxformer.models import (
+    Alibi,
+    Axial,
+    Learned,
+    Mixture,
+    ModelConfig,
+    Relative,
+    Sinusoidal,
+    blocks,
+)
+from jaxformer.models.norm import one_plus_rms_norm
 from jaxformer.ops.bias import Bias
 from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
 
@@ -91,6 +104,8 @@ MIXERS = {
     "qk_norm": zoo.qk_norm.qk_norm,
     "qk_norm_full": zoo.qk_norm.qk_norm_full,
     "qk_model_norm": zoo.qk_norm.qk_model_norm,
+    "qk_layer_norm": zoo.qk_layer_norm.qk_layer_norm,
+    "sinks": zoo.sinks.sinks,
     "gated": zoo.gated.gated,
     "differential": zoo.differential.differential,
     "sigmoid": zoo.sigmoid.sigmoid,
@@ -178,6 +193,30 @@ def test_positions_and_variants(positions, mixer):
     config = replace(
         MODEL, positions=POSITIONS[positions], mixer=MIXERS[mixer], num_layers=layers, unroll=layers
     )
+    check_decoding(config, check_rows_alone(config), 3)
+
+
+OTHER_PARTS = {
+    "clamped_mixture": dict(feedforward=zoo.ClampedMixture(4, 2)),
+    "grouped_experts": dict(feedforward=zoo.GroupedExperts(8, 3, groups=4, top_groups=2, shared=6)),
+    "gated_shared": dict(feedforward=GatedShared(Mixture(4, 2, d_ff=12), d_ff=20)),
+    "falcon_alibi": dict(positions=falcon_alibi),
+    "relative_by_layer": dict(mixer=RelativeByLayer(Relative(6, 8, False)), positions=None),
+    "one_plus_rms_norm": dict(norm=one_plus_rms_norm, positions=Rope()),
+    "parallel_norms": dict(block=blocks.parallel_norms, positions=Rope()),
+    "latent_attention": dict(
+        mixer=zoo.LatentAttention(rank=6, rotated=4, query_rank=8, value_width=5),
+        num_kv_heads=None,
+        head_width=12,
+        positions=Rope(),
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OTHER_PARTS)
+def test_parts_of_families(name):
+    config = replace(MODEL, **OTHER_PARTS[name])
     check_decoding(config, check_rows_alone(config), 3)
 
 

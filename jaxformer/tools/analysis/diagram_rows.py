@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from jaxformer.models.config import (
     Relative,
     Sinusoidal,
 )
-from jaxformer.models.mixture import Mixture
+from jaxformer.models.feedforward import feed
 from jaxformer.models.stacks import layout
 from jaxformer.ops.positions import Rope
 
@@ -216,21 +216,23 @@ def _heads(config: ModelConfig) -> str:
 
 
 def _feedforward(config: ModelConfig, feedforward: Any) -> tuple:
-    """(title, detail), and for a mixture the number of its experts."""
+    """(title, detail), and for experts their number."""
 
     def widths(F):
         return f"{config.d_model:,} → {F:,} → {config.d_model:,}"
 
-    if isinstance(feedforward, Mixture):
-        shared = ", one for all" if feedforward.shared else ""
-        detail = (
-            f"{feedforward.experts}, {feedforward.top_k} for each token{shared}: "
-            f"{widths(feedforward.d_ff or config.ff_width)}, {feedforward.activation}"
-        )
-        return "Experts", detail, feedforward.experts
     if isinstance(feedforward, str):
         return "Feed-forward", f"{widths(config.ff_width)}, {feedforward}"
-    return "Feed-forward", _name(feedforward)
+    parts = feed(replace(config, feedforward=feedforward))
+    if parts.visited is None:
+        return "Feed-forward", _name(feedforward)
+    leaves = params.paths(parts.spec)
+    of_experts = next(leaf for leaf in leaves.values() if leaf.axes[:2] == ("expert", "mlp"))
+    E, F, _ = of_experts.shape
+    shared = ", one for all" if "shared" in parts.spec else ""
+    activation = getattr(feedforward, "activation", _name(feedforward))
+    detail = f"{E}, {parts.visited} for each token{shared}: {widths(F)}, {activation}"
+    return "Experts", detail, E
 
 
 def _norm(config: ModelConfig, spec: dict) -> Box:

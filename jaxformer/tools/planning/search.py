@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import jax
 from jaxformer import models, parallel, params, sharding
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import ModelConfig, cost
+from jaxformer.models.feedforward import feed
 from jaxformer.models.stacks import layout
 from jaxformer.tools.planning.plan import Plan, plan
 from jaxformer.training import optimizers
@@ -63,7 +64,8 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     K = model.kv_heads
     H = model.head_size
     L = model.num_layers / shape["stage"]
-    experts = max(getattr(each, "top_k", 1) for each in layout.as_pattern(model.feedforward))
+    layers = map(partial(layout.layer_config, model), range(model.num_layers))
+    experts = max(feed(layer).visited or 1 for layer in layers)
     inner = tokens * width * (2 * (N + K) * H + 3 * experts * model.ff_width) / split
     stream = tokens * D * width
     attended = tokens * N * H * width / split
