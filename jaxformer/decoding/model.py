@@ -115,12 +115,17 @@ def padded(tokens: Any, length: int) -> np.ndarray:
 
 
 def source_inputs(model: Model, sources: Sequence[Any]) -> dict[str, np.ndarray]:
-    """The sources as arguments of `models.apply`: padded rows of tokens, or a batch of images."""
-    if isinstance(model.config.encoder.embedding, Patches):
+    """The sources as arguments of `models.apply`: padded rows of tokens, or a batch of arrays."""
+    if are_arrays(sources):
         return {"source": np.stack(sources)}
     tokens = [padded(source, model.source_length) for source in sources]
     ids = [padded([1] * len(source), model.source_length) for source in sources]
     return {"source": np.concatenate(tokens), "source_segment_ids": np.concatenate(ids)}
+
+
+def are_arrays(sources: Sequence[Any]) -> bool:
+    """Whether the sources are arrays of several axes, such as images, and not tokens."""
+    return any(np.ndim(source) > 1 for source in sources if not isinstance(source, list | tuple))
 
 
 def _longest(texts, new_tokens: int | Tokens) -> tuple[int, int]:
@@ -173,7 +178,11 @@ def _problems(config, prompts, max_tokens: int | Tokens | None, sources) -> Iter
             for image in sources
             if np.shape(image) != expected
         )
-    if pair and not images:
+    arrays = pair and are_arrays(sources)
+    if arrays and len({np.shape(source) for source in sources}) > 1:
+        shapes = ", ".join(map(str, sorted({np.shape(source) for source in sources})))
+        yield f"sources: expected arrays of one shape, such as images; got {shapes}"
+    if pair and not images and not arrays:
         yield from _problems_of_texts("source", sources, config.encoder, 0)
     new_tokens = 0 if max_tokens is None else max_tokens
     yield from _problems_of_texts("prompt", prompts, decoder, new_tokens)

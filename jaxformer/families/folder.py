@@ -41,6 +41,7 @@ from jaxformer.families import (
     starcoder2,
     t5,
     vit,
+    whisper,
 )
 from jaxformer.families.classes import write_labels
 from jaxformer.families.comparison import fields_with_effect
@@ -67,7 +68,7 @@ from jaxformer.params import paths
 KNOWN = (
     gpt2, llama, olmo, qwen_moe, gemma, gpt_oss, phi, granite, smollm3, starcoder2, stablelm,
     glm4, cohere, gpt_neox, gptj, falcon, bloom, opt, deepseek_v3, reformer, bert, distilbert,
-    electra, longformer, bigbird, vit, t5, bart, marian,
+    electra, longformer, bigbird, vit, t5, bart, marian, whisper,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     kind: family for module in KNOWN for kind, family in module.FAMILIES.items()

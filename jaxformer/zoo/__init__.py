@@ -36,6 +36,7 @@ OFFERED = {
     "ClampedMixture": "clamped_mixture",
     "temperature": "temperature",
     "inverse_depth_scale": "temperature",
+    "MelFrames": "whisper",
 }
 PRESETS_OF = {
     "decoders": (
@@ -67,6 +68,14 @@ PRESETS_OF = {
     "linformer": ("linformer_base",),
     "performer": ("performer_base",),
     "reformer": ("reformer_enwik8",),
+    "whisper": (
+        "whisper_tiny",
+        "whisper_base",
+        "whisper_small",
+        "whisper_medium",
+        "whisper_large",
+        "whisper_large_v3",
+    ),
 }
 OFFERED |= {name: file for file, names in PRESETS_OF.items() for name in names}
 _CLASSES = {name: file for name, file in OFFERED.items() if name[0].isupper()}

@@ -49,7 +49,15 @@ def heads(checkpoint: Checkpoint) -> set[str]:
 
 # Each function removes its arguments from `given`.
 def call_pair(given: dict[str, np.ndarray]) -> tuple[np.ndarray, dict]:
-    source, target = given.pop("input_ids"), given.pop("decoder_input_ids")
+    target = given.pop("decoder_input_ids")
+    if "input_features" in given:
+        source = given.pop("input_features").transpose(0, 2, 1)
+        return target, dict(
+            source=source,
+            segment_ids=given.pop("decoder_attention_mask", None),
+            positions=slots(target),
+        )
+    source = given.pop("input_ids")
     return target, dict(
         source=source,
         source_segment_ids=given.pop("attention_mask", None),

@@ -34,7 +34,11 @@ def call(config, kept: dict[str, np.ndarray], dtype) -> tuple:
         return (given["pixel_values"].transpose(0, 2, 3, 1).astype(dtype),), {}
     mask = given.get("attention_mask")
     if "decoder_input_ids" in given:
-        options = {"source": given["input_ids"], "source_segment_ids": mask}
+        if "input_features" in given:
+            source = given["input_features"].transpose(0, 2, 1).astype(dtype)
+        else:
+            source = given["input_ids"]
+        options = {"source": source, "source_segment_ids": mask}
         return (given["decoder_input_ids"],), options | {
             "segment_ids": given.get("decoder_attention_mask")
         }
@@ -85,7 +89,7 @@ def real(kept: dict[str, np.ndarray], name: str) -> np.ndarray:
     """Where their output counts, broadcastable to it."""
     mask = kept.get("inputs/decoder_attention_mask", kept.get("inputs/attention_mask"))
     if name == "encoder_last_hidden_state":
-        mask = kept["inputs/attention_mask"]
+        mask = kept.get("inputs/attention_mask")
     shape = kept[f"outputs/{name}"].shape
     if mask is None or shape[:2] != mask.shape:
         return np.ones((1,) * len(shape), bool)

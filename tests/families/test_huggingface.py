@@ -155,11 +155,14 @@ def test_greedy_tokens_are_theirs(name):
     (tests/golden/write.py)."""
     kept = golden.witness(name)
     config, params = load(name)
-    prompts = [
-        row[mask > 0].tolist()
-        for row, mask in zip(kept["prompt"], kept["prompt_mask"], strict=True)
-    ]
-    assert len(set(map(len, prompts))) > 1
+    if "prompt_features" in kept:
+        prompts = list(kept["prompt_features"].transpose(0, 2, 1))
+    else:
+        prompts = [
+            row[mask > 0].tolist()
+            for row, mask in zip(kept["prompt"], kept["prompt_mask"], strict=True)
+        ]
+        assert len(set(map(len, prompts))) > 1
     sources = {}
     if isinstance(config, models.EncoderDecoder):
         sources, prompts = (
@@ -1158,6 +1161,9 @@ def test_the_host_never_holds_the_model_twice(tmp_path):
 
 # Mistakes
 
+# Sinusoids are added to what the encoder reads, so 1e-5 beside its variance changes 2e-6.
+BELOW_TOLERANCE = {"whisper": {"encoder/another eps"}}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", golden.NAMES)
@@ -1167,7 +1173,8 @@ def test_mistakes_are_seen(name):
     mutations = pytest.importorskip("tests.golden.mutations")
     outcomes = mutations.outcomes(name)
     assert len(outcomes) >= 10
-    assert not [outcome for outcome in outcomes if outcome.caught is None]
+    unseen = {outcome.mistake for outcome in outcomes if outcome.caught is None}
+    assert unseen <= BELOW_TOLERANCE.get(name, set())
 
 
 def test_configs_are_those_of_the_models():

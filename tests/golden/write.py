@@ -20,6 +20,12 @@ from tests.golden import CASES
 
 transformers.utils.logging.disable_progress_bar()
 GENERATED = 64
+# {argument of their `generate`: its name in witness.npz}
+PROMPTS = {
+    "input_ids": "prompt",
+    "attention_mask": "prompt_mask",
+    "input_features": "prompt_features",
+}
 T5_PAIRS = (
     transformers.T5ForConditionalGeneration,
     transformers.MT5ForConditionalGeneration,
@@ -55,10 +61,7 @@ def write(name: str, folder: Path) -> None:
         )
         loss.backward()
         if case.prompt:
-            witness |= {
-                "prompt": case.prompt["input_ids"],
-                "prompt_mask": case.prompt["attention_mask"],
-            }
+            witness |= {PROMPTS.get(key, key): array for key, array in case.prompt.items()}
             witness["generated"] = generate(model, case.prompt)
     witness["loss"] = loss.detach().numpy()
     witness |= {f"loss/{key}": array for key, array in weights.items()}
@@ -69,6 +72,8 @@ def write(name: str, folder: Path) -> None:
         single = copy.deepcopy(model).float()
         single.save_pretrained(folder)
         with torch.no_grad():
+            for parameter in single.parameters():
+                parameter.zero_()  # also those that are never trained
             for tensor, source in zip(tensors(single), tensors(model), strict=True):
                 tensor.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
                 assert torch.isfinite(tensor).all(), f"a gradient of {name} is not finite"
@@ -136,12 +141,16 @@ def answer(model, inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     hook = body.register_forward_hook(
         lambda module, args, out: bodies.append(out.last_hidden_state)
     )
-    given = {key: torch.from_numpy(x) for key, x in inputs.items()}
-    given = {key: x.to(model.dtype) if x.is_floating_point() else x for key, x in given.items()}
-    out = model(**given)
+    out = model(**as_tensors(model, inputs))
     hook.remove()
     answered = {key: x for key, x in out.items() if isinstance(x, torch.Tensor)}
     return answered | {"last_hidden_state": bodies[0]}
+
+
+def as_tensors(model, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """The arguments of a model; numbers with a fraction are in its dtype."""
+    given = {key: torch.from_numpy(x) for key, x in arrays.items()}
+    return {key: x.to(model.dtype) if x.is_floating_point() else x for key, x in given.items()}
 
 
 def real(inputs: dict[str, np.ndarray], key: str, array) -> np.ndarray:
@@ -182,8 +191,11 @@ def generate(model, prompt: dict[str, np.ndarray]) -> np.ndarray:
     """64 new tokens of each row; raises AssertionError where rounding could have chosen another."""
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     model.generation_config.pad_token_id = model.config.pad_token_id or 0
-    given = {key: torch.from_numpy(x) for key, x in prompt.items()}
-    out = model.generate(**given, do_sample=False, max_new_tokens=GENERATED)
+    given = as_tensors(model, prompt)
+    # Whisper's own `generate` cuts and joins pieces of sound
+    out = transformers.GenerationMixin.generate(
+        model, **given, do_sample=False, max_new_tokens=GENERATED
+    )
     new = out[:, -GENERATED:]
     if model.config.is_encoder_decoder:
         logits = model(**given, decoder_input_ids=out[:, :-1]).logits

@@ -95,6 +95,14 @@ VIT = {  # hidden_size, num_hidden_layers, num_attention_heads, patch_size, imag
     "vit_large": (1024, 24, 16, 16, 224),
     "vit_huge": (1280, 32, 16, 14, 224),
 }
+WHISPER = {  # layers of each side, width, heads, mel bins, vocabulary
+    "whisper_tiny": (4, 384, 6, 80, 51865),
+    "whisper_base": (6, 512, 8, 80, 51865),
+    "whisper_small": (12, 768, 12, 80, 51865),
+    "whisper_medium": (24, 1024, 16, 80, 51865),
+    "whisper_large": (32, 1280, 20, 80, 51865),
+    "whisper_large_v3": (32, 1280, 20, 128, 51866),
+}
 
 
 def witness() -> dict[str, np.ndarray]:
@@ -150,6 +158,14 @@ def builds() -> dict[str, tuple]:
         t.Qwen2Config(**sizes, num_key_value_heads=4, vocab_size=152064),
     )
     found |= later_decoders(t)
+    for name, (layers, width, heads, mels, vocab) in WHISPER.items():
+        sides = {f"{side}_layers": layers for side in ("encoder", "decoder")}
+        sides |= {f"{side}_attention_heads": heads for side in ("encoder", "decoder")}
+        sides |= {f"{side}_ffn_dim": 4 * width for side in ("encoder", "decoder")}
+        found[name] = (
+            "WhisperForConditionalGeneration",
+            t.WhisperConfig(d_model=width, num_mel_bins=mels, vocab_size=vocab, **sides),
+        )
     sizes = dict(
         hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864
     )
