@@ -22,7 +22,7 @@ $(foreach name,$(GIVEN),$(if $(value $(name)),$(eval override $(name) := $$(valu
 quote = '$(subst ','\'',$(1))'
 
 .DEFAULT_GOAL := help
-.PHONY: help train tokens sweep scaling report inspect draw cost evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench check-gpu wheels-gpu python clean
+.PHONY: help train tokens sweep scaling report inspect draw cost families evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench check-gpu wheels-gpu python clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -51,6 +51,9 @@ inspect: $(VENV)/ready   ## losses, predictions and heads of a run, token by tok
 
 draw: $(VENV)/ready      ## one HTML page of a model, with its architecture, masks and costs: EXP=gpt2_small
 	@$(BIN)/python -m jaxformer draw $(call quote,$(EXP)) $(ARGS)
+
+families: $(VENV)/ready  ## the model types of Hugging Face that load, with their presets, and what is refused
+	@$(BIN)/python -m jaxformer.families.table
 
 cost: $(VENV)/ready      ## parameters, FLOPs and bytes of a model, part by part: EXP=gpt2_small ARGS="--length 8192"
 	@$(BIN)/python -m jaxformer cost $(call quote,$(EXP)) $(ARGS)

@@ -167,7 +167,7 @@ def save(
             "which config.json will say"
         )
     families = FAMILIES if family is None else {str(checkpoint.model_type): family}
-    settings = _write_settings(checkpoint.config, checkpoint.model_type, families)
+    settings = write_settings(checkpoint.config, checkpoint.model_type, families)
     family = families[settings["model_type"]]
     settings = _with_tokens(folder, checkpoint, family, settings)
     if wrong := parameters.mismatch(models.spec(checkpoint.config), checkpoint.params):
@@ -269,7 +269,7 @@ def _classes(config: Config) -> int:
     return 0
 
 
-def _write_settings(config: Config, model_type: str | None, families: Mapping[str, Family]) -> dict:
+def write_settings(config: Config, model_type: str | None, families: Mapping[str, Family]) -> dict:
     """config.json of the first family that can express the config.
 
     A family can express a config if it reads the same config from the file that it writes.

@@ -12,6 +12,7 @@ import pytest
 
 from jaxformer import families, models
 from jaxformer.errors import ConfigError
+from jaxformer.families import table
 from jaxformer.models import Classification
 from jaxformer.params import paths
 from tests import golden
@@ -20,9 +21,15 @@ from tests.families import golden_runs as runs
 pytestmark = pytest.mark.thorough
 
 
-def test_the_page_of_families_has_each_model_type():
+def test_the_page_of_families_has_the_table():
+    """`make families` prints it."""
     page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
-    assert not [kind for kind in families.FAMILIES if f"`{kind}`" not in page]
+    assert "\n".join(table.table()) in page
+
+
+def test_the_table_has_each_model_type_once():
+    listed = [kind for row in table.ROWS for kind in row.model_types.split()]
+    assert sorted(listed) == sorted(families.FAMILIES)
 
 
 def assert_loads(folder, name, **options):

@@ -244,7 +244,7 @@ def test_presets_are_written_where_transformers_has_their_model():
 
     def is_refused(preset):
         try:
-            return not hf_folder._write_settings(preset, None, families.FAMILIES)
+            return not hf_folder.write_settings(preset, None, families.FAMILIES)
         except ConfigError:
             return True
 
