@@ -349,6 +349,9 @@ def arguments(family: str, name: str, config, r) -> tuple[dict, np.ndarray | Non
     """What the model is called with: rows without padding, padded on the right or on the left; pad
     ids within a row too."""
     rng = np.random.default_rng(r.randrange(2**32))
+    own = getattr(ranges.FILES.get(family), "arguments", None)
+    if own is not None:
+        return own(name, config, r, rng)
     if family == "vit":
         size = (
             config.image_size
@@ -401,6 +404,8 @@ def arguments(family: str, name: str, config, r) -> tuple[dict, np.ndarray | Non
 OUTPUTS = {
     "last_hidden_state": lambda output: output.hidden,
     "pooler_output": lambda output: output.heads["pooled"],
+    "image_embeds": lambda output: output.heads["features"],
+    "text_embeds": lambda output: output.heads["features"],
     "logits": lambda output: output.logits,
     "prediction_logits": lambda output: output.heads["language_model"],
     "seq_relationship_logits": lambda output: output.heads["next_sentence"],

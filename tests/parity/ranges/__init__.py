@@ -6,6 +6,8 @@ A file has:
     RANGE (if any)        {field: values}, in addition to those of `documented`
     PAIRS (if any)        families whose models have an encoder and a decoder
     NO_NUMBER (if any)    fields that change no output of a forward pass in evaluation
+    arguments (if any)    (class name, config, r, rng) -> (arguments of the model, the mask of its
+                          outputs or None)
     EXACT (if any)        options of a model that computes everything plainly
 """
 
