@@ -116,7 +116,7 @@ def redraw(model, seed: int) -> None:
             draw = draw / np.sqrt(tensor.shape[0])
         else:
             draw = 0.7 * draw
-        tensor.copy_(torch.from_numpy(draw.astype(np.float32)))
+        tensor.copy_(torch.from_numpy(np.asarray(draw, np.float32)))
         tensor.requires_grad_()
 
 
