@@ -10,6 +10,8 @@ With `segment_ids`, positions count only tokens, not padding. In transformers, o
 Longformer count so. For the others, when padding comes first, `positions=jnp.arange(T)[None]` gives
 the numbers of transformers.
 
+`load(folder, part="vision")` reads one tower of a CLIP or SigLIP, `part="text"` the other.
+
 `peft.load` reads an adapter of PEFT for a checkpoint, and `peft.save` writes one.
 
 `load(folder, family=mine)` takes a `Family` of your own: `family.py` says what it is, `gpt2.py` is

@@ -14,6 +14,7 @@ import numpy as np
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.families.settings import Json
+from jaxformer.families.stacks import stack_under
 from jaxformer.models.stacks import layout
 from jaxformer.models.stacks.layout import Segment
 from jaxformer.params import Spec, paths
@@ -33,7 +34,8 @@ Kind = Literal["linear", "conv1d", "patches", "by_head", "leaf1", "leaf2", "line
 class Rule(NamedTuple):
     """Maps our module or leaf to theirs; several of ours if they store them as one tensor.
 
-    In `theirs`, the first `{}` stands for the layer and the second for the expert.
+    In `theirs`, the first `{}` stands for the layer and the second for the expert. A name that ends
+    with `_` is completed without a dot: `in_proj_` has `in_proj_weight`.
     """
 
     ours: str | tuple[str, ...]
@@ -75,6 +77,8 @@ class Family(NamedTuple):
     heads: str = r"^(lm_head|score|classifier|qa_outputs)\."
     # {second name of a tied tensor: its first name}
     aliases: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    # {pattern in the names of other writers: what this family's files have there}
+    renamed: dict[str, str] = {}  # noqa: RUF012 (never written to)
     # a file without a head is tied, whatever its config.json says (T5 of transformers 5)
     tied_without_head: bool = False
     needs_start: bool = False  # `save` needs the token that targets begin with
@@ -164,13 +168,14 @@ def _tensors_of_rule(
     """
     modules = (rule.ours,) if isinstance(rule.ours, str) else rule.ours
     tensors: dict[str, Tensor] = {}
-    for ours, theirs in LEAVES.items():
+    for ours, ending in LEAVES.items():
+        name = rule.theirs + (ending.removeprefix(".") if rule.theirs.endswith("_") else ending)
         places_of_modules = [_places(config, module + ours, stacks) for module in modules]
         for places in zip(*places_of_modules, strict=True):
             has_layer = rule.layers is None or places[0].layer in rule.layers
             if has_layer and places[0].path in leaves:
                 specs = [leaves[place.path] for place in places]
-                tensors |= _tensors(rule, rule.theirs + theirs, places, specs)
+                tensors |= _tensors(rule, name, places, specs)
     return tensors
 
 
@@ -194,7 +199,7 @@ def _places(config: Any, path: str, stacks: dict[str, Sequence[Segment]]) -> lis
     if not layers:
         return [Place(path)]
     if stack not in stacks:
-        stacks[stack] = layout.segments(getattr(config, stack.rstrip("/")) if stack else config)
+        stacks[stack] = layout.segments(stack_under(config, stack.rstrip("/")))
     places = []
     for segment in stacks[stack]:
         for k in range(segment.count):

@@ -16,8 +16,11 @@ from jaxformer.families import (
     bert,
     bigbird,
     bloom,
+    clip,
     cohere,
     deepseek_v3,
+    deit,
+    dinov2,
     distilbert,
     electra,
     falcon,
@@ -36,16 +39,19 @@ from jaxformer.families import (
     phi,
     qwen_moe,
     reformer,
+    siglip,
     smollm3,
     stablelm,
     starcoder2,
     t5,
     vit,
+    vit_mae,
     whisper,
 )
 from jaxformer.families.classes import write_labels
 from jaxformer.families.comparison import fields_with_effect
 from jaxformer.families.family import Family, plan
+from jaxformer.families.parts import part_of
 from jaxformer.families.settings import check_layers
 from jaxformer.families.tied_head import Config, with_stack, with_tie
 from jaxformer.families.tokens import (
@@ -68,7 +74,8 @@ from jaxformer.params import paths
 KNOWN = (
     gpt2, llama, olmo, qwen_moe, gemma, gpt_oss, phi, granite, smollm3, starcoder2, stablelm,
     glm4, cohere, gpt_neox, gptj, falcon, bloom, opt, deepseek_v3, reformer, bert, distilbert,
-    electra, longformer, bigbird, vit, t5, bart, marian, whisper,
+    electra, longformer, bigbird, vit, deit, dinov2, clip, siglip, vit_mae, t5, bart, marian,
+    whisper,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     kind: family for module in KNOWN for kind, family in module.FAMILIES.items()
@@ -109,6 +116,7 @@ def load(
     key: jax.Array | None = None,
     revision: str | None = None,
     family: Family | None = None,
+    part: str | None = None,
 ) -> Checkpoint:
     """Reads a checkpoint from a folder or from the hub.
 
@@ -116,7 +124,7 @@ def load(
     not made narrower. `sharding` is one for all parameters, or a tree.
     `heads` replaces the heads of the file: `()` loads only the stack, `(Classification(3),)` is for
     a new task. `family` is one of your own, for a `model_type` that is not among `FAMILIES`, or in
-    place of one that is.
+    place of one that is. `part` is one of the towers of a CLIP or SigLIP, "vision" or "text".
 
     Raises ConfigError, before it reads weights, with a list of all tensors that are missing,
     unexpected or of another shape. The regular expressions `allow_unexpected` (for their names) and
@@ -124,7 +132,7 @@ def load(
     the file that the model does not have, such as BERT's pooler, are left out, and a warning names
     them.
     """
-    file = safetensors.open_checkpoint(path, revision)
+    file = _open(path, revision, family, part)
     family = _family(file, family)
     checkpoint = _read_settings(file, family)
     config = with_tie(file, family, checkpoint.config)
@@ -139,10 +147,13 @@ def load(
 
 
 def read_config(
-    path: str | Path, revision: str | None = None, family: Family | None = None
+    path: str | Path,
+    revision: str | None = None,
+    family: Family | None = None,
+    part: str | None = None,
 ) -> Config:
     """The config of the checkpoint that `load` would read, without its parameters."""
-    file = safetensors.open_checkpoint(path, revision)
+    file = _open(path, revision, family, part)
     family = _family(file, family)
     return with_tie(file, family, _read_settings(file, family).config)
 
@@ -213,6 +224,14 @@ def _read_settings(file: safetensors.Files, family: Family) -> Checkpoint:
     return Checkpoint(config, None, tokens, labels, file.config.get("model_type"), generation)
 
 
+def _open(
+    path: str | Path, revision: str | None, own: Family | None, part: str | None
+) -> safetensors.Files:
+    """The folder, or a part of it. A family of the user's own reads it as it is."""
+    file = safetensors.open_checkpoint(path, revision)
+    return file if own is not None and part is None else part_of(file, part, FAMILIES)
+
+
 def _family(file: safetensors.Files, own: Family | None) -> Family:
     """The user's own family, or the one that config.json names."""
     if own is not None:
@@ -254,6 +273,11 @@ def _with_tokens(
         raise ConfigError(
             f"{folder}: tokens.pad={tokens.pad}; "
             f"the offset of model.positions makes it {offset - 1}"
+        )
+    end = settings.get("eos_token_id")  # that a head of the model reads (CLIP)
+    if end is not None and tokens.eos not in ((), (end,)):
+        raise ConfigError(
+            f"{folder}: tokens.eos={tokens.eos}; the head of the model reads that of {end}"
         )
     classes = _classes(checkpoint.config)
     if labels and len(labels) != classes:

@@ -68,6 +68,23 @@ ROWS = (
         "the decoder alone; classification of sequences",
     ),
     Row("vit", "ViT"),
+    Row("deit", "DeiT, with its distillation token"),
+    Row(
+        "dinov2",
+        "DINOv2, without registers",
+        "its backbone class; images that are not square: `vision.resize`; no stochastic depth",
+    ),
+    Row(
+        "clip_vision_model clip_text_model",
+        "the towers of CLIP",
+        "`eos_token_id` that is null or a list",
+    ),
+    Row("siglip_vision_model siglip_text_model", "the towers of SigLIP"),
+    Row(
+        "vit_mae",
+        "ViT-MAE, with and without its decoder",
+        "with the decoder, images that are not square",
+    ),
     Row(
         "whisper",
         "Whisper: the source is log-mel frames `[B, frames, mel bins]`, theirs transposed",

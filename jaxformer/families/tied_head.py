@@ -63,12 +63,14 @@ def with_tie(file, family: Family, config: Config) -> Config:
 def names_in_file(file, family: Family, names: Collection[str]) -> dict[str, str]:
     """{name in `names`: name in the file}.
 
-    Old files say gamma and beta for weight and bias. Files may leave out the prefix, or have it
-    twice.
+    Old files say gamma and beta for weight and bias, or have names of `family.renamed`. Files may
+    leave out the prefix, or have it twice.
     """
     source: dict[str, str] = {}
     for name in file.names:
         modern = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
+        for pattern, ours in family.renamed.items():
+            modern = re.sub(pattern, ours, modern)
         for canonical in (modern, family.prefix + modern, modern.removeprefix(family.prefix)):
             if canonical in names:
                 source[canonical] = name

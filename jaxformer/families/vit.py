@@ -1,7 +1,8 @@
-"""ViT: images in square patches."""
+"""ViT: images in square patches; and what it shares with its relatives."""
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, NamedTuple
 
 from jaxformer.errors import ConfigError
 from jaxformer.families.bert import FIELDS, NO_QKV, QKV
@@ -27,7 +28,28 @@ VIT_POOLER = {
 }
 
 
-def _vit_heads(c: Json) -> dict[str, tuple]:
+class Vit(NamedTuple):
+    """ViT or a relative: its names, tokens and heads."""
+
+    name: str  # prefix of its class names
+    base: str  # prefix of its base model's tensors
+    extra_tokens: int = 0
+    # config.json -> heads by the end of the class name, in addition to those of ViT
+    more_heads: Callable[[Json], dict[str, tuple]] = lambda c: {}
+
+
+def vit(model: Vit, more_rules: tuple[Rule, ...] = ()) -> Family:
+    """The family of ViT or of a relative."""
+    return Family(
+        read=partial(_read, model),
+        write=partial(_write, model),
+        rules=lambda config: [*vit_rules(model.base), *more_rules],
+        prefix=f"{model.base}.",
+        heads=r"(^|\.)pooler\.|^\w*classifier\.",
+    )
+
+
+def _heads(model: Vit, c: Json) -> dict[str, tuple]:
     """Heads by the end of the class name."""
     pooler = read_fields(c, VIT_POOLER)
     if pooler["pooler_width"] == c.get("hidden_size"):
@@ -36,29 +58,49 @@ def _vit_heads(c: Json) -> dict[str, tuple]:
         "Model": (Classification(None, **pooler, name="pooled"),),
         "ForImageClassification": (Classification(count_labels(c), pooler=None),),
         "ForMaskedImageModeling": (Reconstruction(get(c, "encoder_stride", 16)),),
-    }
+    } | model.more_heads(c)
 
 
-def _pair(c: Json, name: str, default: int) -> tuple[int, int]:
+def read_pair(c: Json, name: str, default: int) -> tuple[int, int]:
     """(height, width) from an entry that is a size or a list of two."""
     value = c.get(name, default)
     height, width = value if isinstance(value, list) and len(value) == 2 else (value, value)
     return get({name: height}, name), get({name: width}, name)
 
 
-def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
-    heads = read_heads(c, "ViT", _vit_heads(c))
+def read_patches(c: Json, image: int, patch: int, **changes: Any) -> Patches:
+    """The patches of config.json. `image` and `patch` are the sizes where it says none.
+
+    As in torch, pixels that fill no whole patch are not read.
+    """
+    size, of_patch = read_pair(c, "image_size", image), read_pair(c, "patch_size", patch)
+    if min(size[0] // of_patch[0], size[1] // of_patch[1]) < 1:
+        raise ConfigError(f"config.json: patch_size={of_patch} is larger than image_size={size}")
+    unread = size[0] % of_patch[0], size[1] % of_patch[1]
+    return Patches(size, of_patch, get(c, "num_channels", 3), unread=unread, **changes)
+
+
+def write_patches(patches: Patches) -> Json:
+    """The inverse of `read_patches`."""
+
+    def single(pair: tuple[int, int]) -> Any:
+        return pair[0] if len(set(pair)) == 1 else list(pair)
+
+    return {
+        "image_size": single(patches.image),
+        "patch_size": single(patches.patch),
+        "num_channels": patches.channels,
+    }
+
+
+def _read(model: Vit, c: Json, names: Collection[str]) -> ModelConfig:
+    heads = read_heads(c, model.name, _heads(model, c))
     masked = isinstance(heads[0], Reconstruction)
-    patches = Patches(
-        _pair(c, "image_size", 224),
-        _pair(c, "patch_size", 16),
-        get(c, "num_channels", 3),
-        mask_token=masked,
-    )
+    patches = read_patches(c, 224, 16, mask_token=masked, extra_tokens=model.extra_tokens)
     if masked and patches.grid[0] != patches.grid[1]:  # transformers assumes a square grid
         raise ConfigError(
             f"config.json: image_size={c.get('image_size')}: "
-            "ViTForMaskedImageModeling needs a square grid"
+            f"{model.name}ForMaskedImageModeling needs a square grid"
         )
     if heads[0].name == "pooled" and names and not any("pooler." in name for name in names):
         heads = ()
@@ -72,18 +114,11 @@ def _read_vit(c: Json, names: Collection[str]) -> ModelConfig:
     )
 
 
-def _write_vit(config: Any) -> Json:
-    patches = config.embedding
+def _write(model: Vit, config: Any) -> Json:
     head = config.heads[0] if config.heads else None
-
-    def single(pair):
-        return pair[0] if len(set(pair)) == 1 else list(pair)
-
-    c = write_fields(config, VIT_FIELDS) | write_heads(config.heads, "ViT", _vit_heads({}))
+    c = write_fields(config, VIT_FIELDS) | write_patches(config.embedding)
+    c |= write_heads(config.heads, model.name, _heads(model, {}))
     c |= {
-        "image_size": single(patches.image),
-        "patch_size": single(patches.patch),
-        "num_channels": patches.channels,
         "encoder_stride": getattr(head, "stride", 16),
         "pooler_output_size": config.d_model,
         "qkv_bias": config.has_bias("query"),
@@ -94,29 +129,34 @@ def _write_vit(config: Any) -> Json:
     return c
 
 
-VIT_EMBEDDING = "vit.embeddings."
-VIT_LAYER = "vit.encoder.layer.{}."
+# of a layer
 VIT_NORMS = {"attention_norm": "layernorm_before", "feedforward_norm": "layernorm_after"}
 VIT_ATTENTION = {name: f"attention.{name}" for name in QKV} | {"out": "output.dense"}
 VIT_FEEDFORWARD = {"up": "intermediate.dense", "down": "output.dense"}
-VIT_RULES = [
-    Rule("embedding/patches", VIT_EMBEDDING + "patch_embeddings.projection", "patches"),
-    Rule("embedding/class_token", VIT_EMBEDDING + "cls_token", "leaf2"),
-    Rule("embedding/mask_token", VIT_EMBEDDING + "mask_token", "leaf2"),
-    Rule("embedding/positions", VIT_EMBEDDING + "position_embeddings", "leaf1"),
-    *rules("layers/", VIT_LAYER, VIT_NORMS),
-    *rules("layers/attention/", VIT_LAYER + "attention.", VIT_ATTENTION),
-    *rules("layers/feedforward/", VIT_LAYER, VIT_FEEDFORWARD),
-    *rules("", "vit.", {"final_norm": "layernorm", "heads/pooled/pooler": "pooler.dense"}),
-    Rule("heads/classification", "classifier"),
-    Rule("heads/reconstruction", "decoder.0", "patches"),
-]
-FAMILIES = {
-    "vit": Family(
-        _read_vit,
-        _write_vit,
-        lambda config: VIT_RULES,
-        "vit.",
-        heads=r"(^|\.)pooler\.|^classifier\.",
-    ),
-}
+
+
+def patches_rules(embedding: str) -> list[Rule]:
+    """The rules of the embedding of images, in a file whose names of it begin with `embedding`."""
+    return [
+        Rule("embedding/patches", embedding + "patch_embeddings.projection", "patches"),
+        Rule("embedding/class_token", embedding + "cls_token", "leaf2"),
+        Rule("embedding/positions", embedding + "position_embeddings", "leaf1"),
+    ]
+
+
+def vit_rules(base: str) -> list[Rule]:
+    """The rules of ViT, in a file whose names begin with `base`."""
+    layer = base + ".encoder.layer.{}."
+    return [
+        *patches_rules(base + ".embeddings."),
+        Rule("embedding/mask_token", base + ".embeddings.mask_token", "leaf2"),
+        *rules("layers/", layer, VIT_NORMS),
+        *rules("layers/attention/", layer + "attention.", VIT_ATTENTION),
+        *rules("layers/feedforward/", layer, VIT_FEEDFORWARD),
+        *rules("", f"{base}.", {"final_norm": "layernorm", "heads/pooled/pooler": "pooler.dense"}),
+        Rule("heads/classification", "classifier"),
+        Rule("heads/reconstruction", "decoder.0", "patches"),
+    ]
+
+
+FAMILIES = {"vit": vit(Vit("ViT", "vit"))}

@@ -56,7 +56,8 @@ def apply(model: Any, params: Any, tokens: Array, **options) -> Output:
     def run(params: Any, inputs: Inputs) -> Output:
         output = _functions(model).encode(model, params, inputs)
         tree = params if isinstance(model, ModelConfig) else params["decoder"]
-        return transformer.read(last_stack(model), tree, output, inputs.padding_mask, inputs.inputs)
+        of_call = inputs.padding_mask, inputs.inputs, inputs.tokens
+        return transformer.read(last_stack(model), tree, output, *of_call)
 
     return transformer.in_explicit_axes(run)(params, Inputs(tokens, **options))
 

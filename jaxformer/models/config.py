@@ -130,25 +130,36 @@ class Patches:
     class_token: bool = True  # whether a trained vector stands before the patches
     # whether a trained vector replaces hidden patches: `inputs={"masked": flags [B, patches]}`
     mask_token: bool = False
+    # further trained vectors, between the class token and the patches (DeiT: 1, for distillation)
+    extra_tokens: int = 0
+    # pixels at the bottom and at the right that no patch reads (SigLIP, 384 in patches of 14: 6)
+    unread: tuple[int, int] = (0, 0)
 
     def __post_init__(self):
-        check_numbers("Patches.", self, channels=1)
-        for name, pair in (("image", self.image), ("patch", self.patch)):
+        check_numbers("Patches.", self, channels=1, extra_tokens=0)
+        pairs = (("image", self.image, 1), ("patch", self.patch, 1), ("unread", self.unread, 0))
+        for name, pair, least in pairs:
             if not (isinstance(pair, tuple | list) and len(pair) == 2):
                 raise ConfigError(
                     f"Patches.{name}={pair}: expected two numbers, of the height and the width"
                 )
             for number in pair:
-                check_whole(f"Patches.{name}", number)
-        for size, length in zip(self.image, self.patch, strict=True):
-            if size % length:
-                raise ConfigError(
-                    f"embedding.patch={self.patch} does not divide embedding.image={self.image}"
-                )
+                check_whole(f"Patches.{name}", number, least=least)
+        if min(self.grid) < 1:
+            raise ConfigError(
+                f"embedding.patch={self.patch} is larger than embedding.image={self.image}"
+            )
+        left = self.image[0] % self.patch[0], self.image[1] % self.patch[1]
+        if left != tuple(self.unread):
+            raise ConfigError(
+                f"embedding.patch={self.patch} does not divide embedding.image={self.image}: "
+                f"{left} pixels are left, where embedding.unread={self.unread}"
+            )
 
-    # patches down and across; positions of one image
+    # patches down and across; positions before the patches; positions of one image
     grid = property(lambda self: (self.image[0] // self.patch[0], self.image[1] // self.patch[1]))
-    length = property(lambda self: math.prod(self.grid) + self.class_token)
+    first_patch = property(lambda self: self.class_token + self.extra_tokens)
+    length = property(lambda self: math.prod(self.grid) + self.first_patch)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ def spec(config: ModelConfig) -> Tree:
         for name in ("class_token", "mask_token"):
             if getattr(embedding, name):
                 tree[name] = Spec((D,), ("embed",), start)
+        if embedding.extra_tokens:
+            tree["extra_tokens"] = table(None, embedding.extra_tokens)
     elif isinstance(embedding, Embedding):
         tree["tokens"] = table("vocab", config.vocab_size)
         if embedding.token_types:
@@ -163,9 +165,6 @@ def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Ar
     flat = params["patches"] | {"kernel": params["patches"]["kernel"].reshape(-1, config.d_model)}
     x = linear("btp,pd->btd", patches(images, embedding.patch), flat)
 
-    def token(name):
-        return params[name].astype(x.dtype)[None, None]
-
     if masked is not None:
         if not embedding.mask_token:
             raise ConfigError(
@@ -176,18 +175,24 @@ def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Ar
                 f"inputs: masked {list(masked.shape)}: "
                 f"expected flags [B, patches], here {list(x.shape[:2])}"
             )
-        x = jnp.where(masked[..., None], token("mask_token"), x)
-    if embedding.class_token:
-        class_token = jnp.broadcast_to(token("class_token"), (len(x), 1, config.d_model))
-        x = jnp.concatenate([class_token, x], axis=1)
-    return x
+        x = jnp.where(masked[..., None], params["mask_token"].astype(x.dtype)[None, None], x)
+    first = [params[name] for name in ("class_token", "extra_tokens") if name in params]
+    if not first:
+        return x
+    shape = len(x), embedding.first_patch, config.d_model
+    tokens = jnp.concatenate([jnp.atleast_2d(vectors) for vectors in first]).astype(x.dtype)
+    return jnp.concatenate([jnp.broadcast_to(tokens[None], shape), x], axis=1)
 
 
 def patches(
     images: Float[Array, "B height width C"], patch: tuple[int, int]
 ) -> Float[Array, "B T P"]:
-    """Each patch as a vector (channel, then line, then column). The patches are line by line."""
+    """Each patch as a vector (channel, then line, then column). The patches are line by line.
+
+    Pixels at the bottom and at the right that fill no patch are left out.
+    """
     B, height, width, C = images.shape
     down, across = height // patch[0], width // patch[1]
+    images = images[:, : down * patch[0], : across * patch[1]]
     x = images.reshape(B, down, patch[0], across, patch[1], C).transpose(0, 1, 3, 5, 2, 4)
     return x.reshape(B, down * across, -1)

@@ -34,19 +34,29 @@ class Head(NamedTuple):
     name: str  # the key of its parameters and of its output
     spec: Tree  # of `Spec`
     # (params, hidden [B, T, D], padding_mask [B, T] or None, inputs) -> array, float32 or wider;
-    # the padding mask is False for padding; `inputs` is the argument of `models.apply`
+    # the padding mask is False for padding; `inputs` is the argument of `models.apply`. A fifth
+    # parameter called `tokens` gets those of `models.apply`, or None where only hidden states are
+    # known, as in decoding
     apply: Callable
 
 
 def run(
-    head: Head, params: Tree, hidden: Float[Array, "B T D"], padding_mask, inputs: Tree
+    head: Head,
+    params: Tree,
+    hidden: Float[Array, "B T D"],
+    padding_mask,
+    inputs: Tree,
+    tokens: Any = None,
 ) -> Array:
     """The output of a head.
 
     Heads in older files have three parameters. They are called without `inputs`.
     """
-    if len(code.positional_names(head.apply)) == 3:
+    names = code.positional_names(head.apply)
+    if len(names) == 3:
         return head.apply(params, hidden, padding_mask)
+    if names[4:5] == ["tokens"]:
+        return head.apply(params, hidden, padding_mask, inputs, tokens)
     return head.apply(params, hidden, padding_mask, inputs)
 
 

@@ -102,14 +102,19 @@ def layer_masks(config: ModelConfig, inputs: Inputs, segment_positions: Any) -> 
 def same_segment(config: ModelConfig, segment_ids: Int[jax.Array, "B T"]) -> Mask:
     """Tokens attend within their own segment, and no token attends to padding.
 
-    If a head pools `position_0`, padding attends to the last segment of its row. BERT's code does
-    so too, because it masks keys only.
+    If a head may read padding, padding attends to the last segment of its row. BERT's code does so
+    too, because it masks keys only.
     """
-    if all(getattr(head, "pool", None) != "position_0" for head in config.heads):
+    if not any(map(reads_padding, config.heads)):
         return masks.segments(segment_ids)
     query_ids = jnp.where(segment_ids == 0, segment_ids.max(axis=1, keepdims=True), segment_ids)
     # queries and keys are of one sequence
     return replace(masks.segments(query_ids, segment_ids), offset=None)
+
+
+def reads_padding(head: Any) -> bool:
+    """Whether a head reads a position even if it is padding: it pools `position_0`, or says so."""
+    return getattr(head, "reads_padding", getattr(head, "pool", None) == "position_0")
 
 
 def at_positions(mask: Mask, positions: Int[jax.Array, "B S"]) -> Mask:

@@ -130,11 +130,16 @@ in_explicit_axes = auto_axes(activation_specs(output_axes))
 
 
 def read(
-    config: ModelConfig, params: Tree, output: Output, padding_mask=None, inputs: Tree = None
+    config: ModelConfig,
+    params: Tree,
+    output: Output,
+    padding_mask=None,
+    inputs: Tree = None,
+    tokens: Any = None,
 ) -> Output:
     """The output of `encode`, completed by the outputs of the config's heads.
 
-    The heads read its hidden states and `Inputs.inputs`.
+    The heads read its hidden states, `Inputs.inputs` and `Inputs.tokens`.
     """
     trees = params.get("heads", {})
     outputs = {}
@@ -142,7 +147,7 @@ def read(
     for name, head in heads.heads(config, params["embedding"].get("tokens")).items():
         with jax.named_scope("head"):
             outputs[name] = heads.run(
-                head, trees.get(name, {}), output.hidden, padding_mask, inputs
+                head, trees.get(name, {}), output.hidden, padding_mask, inputs, tokens
             )
     return replace(output, logits=next(iter(outputs.values()), None), heads=outputs)
 

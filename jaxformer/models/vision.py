@@ -42,7 +42,7 @@ class Reconstruction:
 
         def apply(params, hidden, padding_mask, inputs):
             wide = jnp.promote_types(hidden.dtype, jnp.float32)
-            x = hidden[:, patches.class_token :]
+            x = hidden[:, patches.first_patch :]
             x = ops.einsum("btd,dp->btp", x, params["kernel"][:, 0, 0], dtype=wide)
             x = add_bias(x, params["bias"])
             down, across = patches.grid
@@ -63,7 +63,7 @@ def resize(config: ModelConfig, weights: Tree, image: tuple[int, int]) -> tuple[
         raise ConfigError(
             "vision.resize: model.embedding is no models.Patches; for tokens see models.adaptation"
         )
-    patches = replace(config.embedding, image=image)
+    patches = replace(config.embedding, image=image, unread=(0, 0))
     new = replace(config, embedding=patches, context_length=patches.length)
     if not isinstance(config.positions, Learned):
         return new, weights

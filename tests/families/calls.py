@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxformer import models
 from jaxformer.families import Checkpoint
-from jaxformer.models import EncoderDecoder, ModelConfig, Patches
+from jaxformer.models import EncoderDecoder, ModelConfig
 
 # model_types whose positions count the tokens that are not the pad token
 COUNT_TOKENS = ("roberta", "longformer", "xlm-roberta", "camembert")
@@ -32,8 +32,10 @@ def translate(checkpoint: Checkpoint, **arguments: Any) -> tuple[jax.Array, dict
         given = {name: array.reshape(-1, *array.shape[2:]) for name, array in given.items()}
     if isinstance(checkpoint.config, EncoderDecoder):
         tokens, options = call_pair(given)
-    elif isinstance(checkpoint.config.embedding, Patches):
+    elif "pixel_values" in given:
         tokens, options = given.pop("pixel_values").transpose(0, 2, 3, 1), {}
+        if "noise" in given:
+            options["inputs"] = {"noise": given.pop("noise")}
         if "bool_masked_pos" in given:
             options["inputs"] = {"masked": given.pop("bool_masked_pos") > 0}
     else:

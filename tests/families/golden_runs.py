@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxformer import families, models
 from jaxformer.interop import safetensors
+from jaxformer.zoo import distilled, masked_autoencoder
 from tests import golden
 
 # their output's name -> our head's, and how ours looks in theirs
@@ -20,6 +21,8 @@ HEADS = {
     "start_logits": "span",
     "end_logits": "span",
     "pooler_output": "pooled",
+    "image_embeds": "features",
+    "text_embeds": "features",
 }
 
 
@@ -31,7 +34,8 @@ def call(config, kept: dict[str, np.ndarray], dtype) -> tuple:
         if name.startswith("inputs/")
     }
     if "pixel_values" in given:
-        return (given["pixel_values"].transpose(0, 2, 3, 1).astype(dtype),), {}
+        options = {"inputs": {"noise": given["noise"]}} if "noise" in given else {}
+        return (given["pixel_values"].transpose(0, 2, 3, 1).astype(dtype),), options
     mask = given.get("attention_mask")
     if "decoder_input_ids" in given:
         if "input_features" in given:
@@ -68,6 +72,17 @@ def answers(config, params, kept: dict[str, np.ndarray], dtype=jnp.float32, **ch
     for theirs, ours in HEADS.items():
         if f"outputs/{theirs}" in kept:
             found[theirs] = output.logits if ours is None else output.heads[ours]
+    if "outputs/cls_logits" in kept:
+        tree = params["heads"]["distilled_classification"]
+        both = distilled.class_and_distillation(tree, output.hidden)
+        found["cls_logits"], found["distillation_logits"] = both
+    if "outputs/ids_restore" in kept:
+        noise, count = options["inputs"]["noise"], config.embedding.kept
+        found["mask"] = masked_autoencoder.hidden_patches(noise, count)
+        _, found["ids_restore"] = masked_autoencoder.order(noise)
+        if config.heads:
+            call_of_loss = config.embedding, config.heads[0], *arguments, output.logits, noise
+            found["loss"] = masked_autoencoder.reconstruction_loss(*call_of_loss)
     if "start_logits" in found:
         found["start_logits"], found["end_logits"] = (
             found["start_logits"][..., 0],

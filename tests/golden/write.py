@@ -121,7 +121,7 @@ def redraw(model, seed: int) -> None:
             draw = draw / np.sqrt(tensor.shape[0])
         else:
             draw = 0.7 * draw
-        tensor.copy_(torch.from_numpy(draw.astype(np.float32)))
+        tensor.copy_(torch.from_numpy(np.asarray(draw, np.float32)))
         tensor.requires_grad_()
 
 
@@ -174,15 +174,15 @@ def loss_weights(inputs, answered) -> dict[str, np.ndarray]:
     """Of every output of the heads, or of the body where there is no head: random numbers whose
     squares sum to about one."""
     rng = np.random.default_rng(1)
-    heads = [key for key in answered if key != "encoder_last_hidden_state"]
+    learned = [key for key, output in answered.items() if output.requires_grad]
+    heads = [key for key in learned if key != "encoder_last_hidden_state"]
     if len(heads) > 1 and "pooler_output" not in heads:
         heads.remove("last_hidden_state")
     weights = {}
     for key in heads:
         counts = real(inputs, key, answered[key])
-        weights[key] = (
-            np.where(counts, rng.normal(size=counts.shape), 0) / np.sqrt(counts.sum())
-        ).astype(np.float32)
+        drawn = np.where(counts, rng.normal(size=counts.shape), 0) / np.sqrt(counts.sum())
+        weights[key] = np.asarray(drawn, np.float32)
     return weights
 
 

@@ -13,6 +13,7 @@ from jaxformer.zoo import PRESETS
 from tests.witnesses import load
 
 COUNTS = {name: int(count) for name, count in load("parameter_counts").items()}
+COUNTS |= {name: int(count) for name, count in load("vision_counts").items()}
 # nobody else's class: Linformer adds E and F [512, 256] a layer to RoBERTa's base, Performer
 # nothing to BERT's
 COUNTS["linformer_base"] = COUNTS["roberta_base"] + 12 * 2 * 512 * 256

@@ -404,6 +404,8 @@ def arguments(family: str, name: str, config, r) -> tuple[dict, np.ndarray | Non
 OUTPUTS = {
     "last_hidden_state": lambda output: output.hidden,
     "pooler_output": lambda output: output.heads["pooled"],
+    "image_embeds": lambda output: output.heads["features"],
+    "text_embeds": lambda output: output.heads["features"],
     "logits": lambda output: output.logits,
     "prediction_logits": lambda output: output.heads["language_model"],
     "seq_relationship_logits": lambda output: output.heads["next_sentence"],

@@ -1,4 +1,6 @@
-"""Random settings that several families have."""
+"""Random settings that several families have, and random images."""
+
+import numpy as np
 
 
 def rope(r) -> dict:
@@ -41,3 +43,25 @@ def rope(r) -> dict:
 def pick(r, **choices) -> dict:
     """Some of the choices."""
     return {name: r.choice(values) for name, values in choices.items() if r.random() < 0.4}
+
+
+def image_sizes(r) -> dict:
+    """Images in patches; pixels may be left over at the bottom and at the right."""
+    patch = r.choice([2, 4])
+    image = r.choice([patch * 3, patch * 2 + 1, [patch * r.randint(1, 3), patch * r.randint(1, 3)]])
+    return dict(image_size=image, patch_size=patch, num_channels=r.choice([1, 3]))
+
+
+def images(config, rng) -> np.ndarray:
+    """Two images of the size that a model expects."""
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return rng.normal(size=(2, config.num_channels, height, width)).astype(np.float32)
+
+
+def hidden_patches(config, rng) -> np.ndarray:
+    """Flags [2, patches] of the patches that the mask token replaces."""
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    count = (height // config.patch_size) * (width // config.patch_size)
+    return rng.random((2, count)) < 0.5

@@ -114,7 +114,8 @@ def _inputs(config: ModelConfig, tree: dict, label: str) -> Iterator[Row]:
         label = f"images of {embedding.image[0]} × {embedding.image[1]}"
         detail = f"{embedding.channels} × {embedding.patch[0]} × {embedding.patch[1]} → {D:,}"
         detail += ", class token" * embedding.class_token
-        boxes = [box("Patches", detail, "patches", "class_token", "mask_token")]
+        names = "patches", "class_token", "mask_token", "extra_tokens"
+        boxes = [box("Patches", detail, *names)]
     elif isinstance(embedding, Embedding):
         boxes = [box("Tokens", f"{config.vocab_size:,} × {D:,}", "tokens")]
         if embedding.token_types:

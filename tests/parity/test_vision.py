@@ -1,0 +1,72 @@
+"""Whole CLIP and SigLIP, and DINOv2 at another resolution, against transformers."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import families, models
+from jaxformer.models import vision
+from jaxformer.zoo import clip
+from tests import golden
+
+TOLERANCE = 2e-5  # float32 on both sides: reference/models.md, section 1
+SIZES = dict(hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=9)
+IMAGES = SIZES | dict(image_size=9, patch_size=4)
+TEXTS = SIZES | dict(vocab_size=41, max_position_embeddings=7, eos_token_id=40, pad_token_id=1)
+
+
+def run(model, **arguments):
+    import torch
+
+    with torch.no_grad():
+        return model(**{name: torch.from_numpy(array) for name, array in arguments.items()})
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")  # theirs
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_two_towers_agree_with_the_whole(kind, tmp_path):
+    import transformers
+
+    from tests.golden.write import redraw
+
+    projected = dict(projection_dim=5) if kind == "CLIP" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=TEXTS, vision_config=IMAGES, **projected
+    )
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    redraw(model, 0)
+    model.save_pretrained(tmp_path)
+    rng = np.random.default_rng(0)
+    pixels = rng.normal(size=(3, 3, 9, 9)).astype(np.float32)
+    tokens = rng.integers(3, 41, (2, 7))
+    tokens[:, 5] = 40
+    theirs = run(model, pixel_values=pixels, input_ids=tokens)
+    features = []
+    for part, array in (("vision", pixels.transpose(0, 2, 3, 1)), ("text", tokens)):
+        tower = families.load(tmp_path, part=part)
+        features.append(models.apply(tower.config, tower.params, jnp.asarray(array)).logits)
+    scale = jnp.exp(model.logit_scale.detach().numpy())
+    ours = clip.similarity(*features, scale.reshape(()))
+    if kind == "Siglip":
+        ours = ours + model.logit_bias.detach().numpy()[None]
+    np.testing.assert_allclose(ours, theirs.logits_per_image, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("size", [8, 16, 20])
+def test_dinov2_at_another_resolution(size):
+    import transformers
+
+    model = transformers.Dinov2Model.from_pretrained(golden.folder("dinov2")).eval()
+    checkpoint = families.load(golden.folder("dinov2"))
+    config, tree = vision.resize(checkpoint.config, checkpoint.params, (size, size))
+    pixels = np.random.default_rng(0).normal(size=(2, 3, size, size)).astype(np.float32)
+    ours = models.apply(config, tree, jnp.asarray(pixels.transpose(0, 2, 3, 1)))
+    theirs = run(model, pixel_values=pixels)
+    np.testing.assert_allclose(ours.hidden, theirs.last_hidden_state, rtol=0, atol=TOLERANCE)

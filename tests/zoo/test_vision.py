@@ -1,0 +1,164 @@
+"""LayerScale, and the heads of vision models: what they compute, and what they refuse."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxformer import masks, models
+from jaxformer.errors import ConfigError
+from jaxformer.models import Classification, ModelConfig, Patches
+from jaxformer.zoo import clip, distilled
+from jaxformer.zoo.clip import ImageFeatures, TextFeatures
+from jaxformer.zoo.dinov2 import ClassAndPatches
+from jaxformer.zoo.distilled import DistilledClassification
+from jaxformer.zoo.layer_scale import LayerScale
+from jaxformer.zoo.masked_autoencoder import KeptPatches, PixelDecoder
+from jaxformer.zoo.siglip import AttentionPooling, LastPosition
+
+B, D = 2, 8
+TEXT = ModelConfig(
+    vocab_size=13,
+    num_layers=1,
+    d_model=D,
+    num_heads=2,
+    context_length=6,
+    masks=(masks.causal(),),
+    init_std=0.5,
+    heads=(),
+)
+PATCHES = Patches((5, 4), (2, 2), 1, extra_tokens=1, unread=(1, 0))
+IMAGES = replace(TEXT, vocab_size=0, context_length=6, embedding=PATCHES, masks=(masks.full(),))
+TOKENS = np.random.default_rng(0).integers(4, 13, (B, 6))
+PIXELS = np.random.default_rng(0).normal(size=(B, 5, 4, 1)).astype(np.float32)
+
+
+def run(config, inputs, **options):
+    params = models.init(config, jax.random.key(0))
+    return params, models.apply(config, params, jnp.asarray(inputs), **options)
+
+
+def test_a_layer_scale_of_zero_leaves_the_stream():
+    """And of one it is a pre-norm layer."""
+    config = replace(IMAGES, block=LayerScale(0.0))
+    params, output = run(config, PIXELS)
+    none = models.apply(replace(config, num_layers=2), _twice(params), jnp.asarray(PIXELS))
+    np.testing.assert_array_equal(output.hidden, none.hidden)
+    scaled, output = run(replace(IMAGES, block=LayerScale(1.0)), PIXELS)
+    plain = {name: tree for name, tree in scaled["layers"].items() if "layer_scale" not in name}
+    expected = models.apply(IMAGES, scaled | {"layers": plain}, jnp.asarray(PIXELS))
+    np.testing.assert_allclose(output.hidden, expected.hidden, rtol=0, atol=1e-6)
+    with pytest.raises(ConfigError, match="initial=-1"):
+        LayerScale(-1.0)
+
+
+def _twice(params):
+    layers = jax.tree.map(lambda a: jnp.concatenate([a, a]), params["layers"])
+    return params | {"layers": layers}
+
+
+def test_classes_of_both_tokens_and_of_the_patches():
+    head = DistilledClassification(3)
+    params, output = run(replace(IMAGES, heads=(head, ClassAndPatches(3))), PIXELS)
+    hidden, tree = np.asarray(output.hidden), params["heads"]
+    maps = tree["distilled_classification"]
+    both = [
+        hidden[:, i] @ maps[name]["kernel"]
+        for i, name in enumerate(("class_token", "distillation_token"))
+    ]
+    np.testing.assert_allclose(output.logits, (both[0] + both[1]) / 2, atol=1e-5)
+    np.testing.assert_allclose(
+        jnp.stack(distilled.class_and_distillation(maps, output.hidden)), np.stack(both), atol=1e-5
+    )
+    features = np.concatenate([hidden[:, 0], hidden[:, 2:].mean(axis=1)], axis=1)
+    np.testing.assert_allclose(
+        output.heads["classification"], features @ tree["classification"]["kernel"], atol=1e-5
+    )
+
+
+def test_features_of_a_text_are_those_of_its_first_end():
+    tokens = TOKENS.copy()
+    tokens[0, [2, 4]] = 3
+    tokens[1, 5] = 3
+    config = replace(TEXT, heads=(TextFeatures(3), TextFeatures(name="largest")))
+    _, output = run(config, tokens)
+    np.testing.assert_allclose(output.logits, output.hidden[jnp.arange(B), jnp.array([2, 5])])
+    largest = tokens.argmax(axis=1)
+    np.testing.assert_allclose(output.heads["largest"], output.hidden[jnp.arange(B), largest])
+    params = models.init(config, jax.random.key(0))
+    with pytest.raises(ConfigError, match="end token among the tokens"):
+        models.transformer.read(config, params, output)
+
+
+def test_the_last_position_counts_even_if_it_is_padding():
+    """A padded position attends to the text, as where only keys are masked."""
+    config = replace(TEXT, masks=(masks.full(),), heads=(LastPosition(3),))
+    segments = jnp.array([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+    positions = jnp.arange(6)[None]
+    params, output = run(config, TOKENS, segment_ids=segments, positions=positions)
+    other = TOKENS.copy()
+    other[0, 4] = 0  # no key
+    again = models.apply(
+        config, params, jnp.asarray(other), segment_ids=segments, positions=positions
+    )
+    np.testing.assert_array_equal(output.logits, again.logits)
+    other[0, 1] = 0
+    again = models.apply(
+        config, params, jnp.asarray(other), segment_ids=segments, positions=positions
+    )
+    assert float(jnp.abs(output.logits - again.logits)[0].max()) > 1e-3
+
+
+def test_padding_is_not_pooled():
+    config = replace(TEXT, masks=(masks.full(),), heads=(AttentionPooling(),))
+    whole, output = run(config, TOKENS[:, :4])
+    padded = np.concatenate([TOKENS[:, :4], np.zeros((B, 2), int)], axis=1)
+    segments = jnp.asarray(padded != 0, jnp.int32)
+    again = models.apply(config, whole, jnp.asarray(padded), segment_ids=segments)
+    np.testing.assert_allclose(output.logits, again.logits, atol=1e-5)
+
+
+def test_similar_features_point_in_the_same_direction():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)), jnp.float32)
+    scores = clip.similarity(x, 7 * x, 10.0)
+    np.testing.assert_allclose(jnp.diagonal(scores), 10.0, rtol=1e-5)
+    assert float(scores.max()) <= 10.0 + 1e-4
+
+
+@pytest.mark.parametrize(
+    "head, said",
+    [
+        (ClassAndPatches(3), "a class token and patches"),
+        (DistilledClassification(3), "extra_tokens=1"),
+        (PixelDecoder(D, 1, 2, 8), "KeptPatches"),
+    ],
+)
+def test_heads_of_images_refuse_tokens(head, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        models.spec(replace(TEXT, heads=(head,)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "build, said",
+    [
+        (lambda: replace(PATCHES, unread=(0, 0)), "does not divide embedding.image=.5, 4.: .1, 0."),
+        (lambda: replace(PATCHES, patch=(6, 2)), "is larger than embedding.image"),
+        (lambda: replace(PATCHES, extra_tokens=-1), "extra_tokens=-1"),
+        (lambda: KeptPatches(PATCHES, 0.9), "ratio=0.9"),
+        (lambda: ImageFeatures(0), "width=0"),
+        (lambda: TextFeatures(-1), "end=-1"),
+    ],
+)
+def test_what_cannot_be_is_refused(build, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_pooled_class_token_is_position_0():
+    config = replace(IMAGES, heads=(Classification(None, pooler=None, name="pooled"),))
+    _, output = run(config, PIXELS)
+    np.testing.assert_array_equal(output.logits, output.hidden[:, 0])
