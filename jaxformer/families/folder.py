@@ -12,6 +12,7 @@ import numpy as np
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.families import (
+    albert,
     bart,
     bert,
     bigbird,
@@ -67,7 +68,7 @@ from jaxformer.params import paths
 KNOWN = (
     gpt2, llama, olmo, qwen_moe, gemma, gpt_oss, phi, granite, smollm3, starcoder2, stablelm,
     glm4, cohere, gpt_neox, gptj, falcon, bloom, opt, deepseek_v3, reformer, bert, distilbert,
-    electra, longformer, bigbird, vit, t5, bart, marian,
+    electra, albert, longformer, bigbird, vit, t5, bart, marian,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     kind: family for module in KNOWN for kind, family in module.FAMILIES.items()

@@ -34,6 +34,10 @@ OFFERED = {
     "value_residual": "value_residual",
     "sinks": "sinks",
     "ClampedMixture": "clamped_mixture",
+    "Factorised": "albert",
+    "Repeated": "albert",
+    "Projection": "projection",
+    "ProjectedClasses": "projection",
     "temperature": "temperature",
     "inverse_depth_scale": "temperature",
 }
@@ -62,6 +66,7 @@ PRESETS_OF = {
         "gpt_oss_120b",
         "deepseek_v3",
     ),
+    "albert": ("albert_base", "albert_large", "albert_xlarge", "albert_xxlarge"),
     "longformer": ("longformer_base", "longformer_base_mlm", "longformer_large"),
     "bigbird": ("bigbird_base", "bigbird_base_pretraining", "bigbird_large"),
     "linformer": ("linformer_base",),
