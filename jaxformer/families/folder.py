@@ -18,6 +18,7 @@ from jaxformer.families import (
     bigbird,
     bloom,
     cohere,
+    deberta_v2,
     deepseek_v3,
     distilbert,
     electra,
@@ -69,7 +70,7 @@ from jaxformer.params import paths
 KNOWN = (
     gpt2, llama, olmo, qwen_moe, gemma, gpt_oss, phi, granite, smollm3, starcoder2, stablelm,
     glm4, cohere, gpt_neox, gptj, falcon, bloom, opt, deepseek_v3, reformer, bert, distilbert,
-    electra, albert, modernbert, longformer, bigbird, vit, t5, bart, marian,
+    electra, albert, modernbert, deberta_v2, longformer, bigbird, vit, t5, bart, marian,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     kind: family for module in KNOWN for kind, family in module.FAMILIES.items()

@@ -87,6 +87,7 @@ OTHER = {
     "gelu_tanh": "gelu",
     "relu": "gelu",
     "swiglu": "geglu",
+    "geglu": "swiglu",
     "geglu_tanh": "geglu",
     "silu": "gelu",
 }
@@ -531,10 +532,18 @@ def of_rules(rules: list) -> Iterator[tuple[str, Callable]]:
                 f"table: fused in the order {order}",
                 lambda rule, order=order: (
                     rule._replace(ours=tuple(rule.ours[i] for i in order))
-                    if isinstance(rule.ours, tuple)
+                    if isinstance(rule.ours, tuple) and len(rule.ours) == 3
                     else rule
                 ),
             )
+        yield (
+            "table: halves exchanged",
+            lambda rule: (
+                rule._replace(ours=rule.ours[::-1])
+                if isinstance(rule.ours, tuple) and len(rule.ours) == 2
+                else rule
+            ),
+        )
     yield "table: query and key biases left out", lambda rule: rule  # of the config: see `outcomes`
 
 

@@ -125,7 +125,8 @@ def _inputs(config: ModelConfig, tree: dict, label: str) -> Iterator[Row]:
         names = [name for name in tree if name != "positions"]
         boxes = [box(_name(embedding).capitalize(), f"→ {D:,}", *names)]
     if type(config.positions) in ADDED:
-        detail = f"{ADDED[type(config.positions)]}, {config.context_length:,} × {D:,}"
+        width = getattr(embedding, "width", None) or D
+        detail = f"{ADDED[type(config.positions)]}, {config.context_length:,} × {width:,}"
         boxes.append(box("Positions", detail, "positions"))
     yield Mark("label", label)
     yield boxes

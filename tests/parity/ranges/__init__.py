@@ -6,6 +6,7 @@ A file has:
     RANGE (if any)        {field: values}, in addition to those of `documented`
     PAIRS (if any)        families whose models have an encoder and a decoder
     NO_NUMBER (if any)    fields that change no output of a forward pass in evaluation
+    SIDES (if any)        where rows are padded: none, left, right
     EXACT (if any)        options of a model that computes everything plainly
 """
 
