@@ -1,8 +1,7 @@
 """ELECTRA: BERT with a head that finds replaced tokens. Clark et al. 2020, arXiv:2003.10555.
 
-An `embedding_size` other than `hidden_size` is refused: the trunk adds positions that are as wide
-as its layers. So the base and the large discriminator are read, but neither the small models nor
-the generators.
+The small models and the generators have an embedding that is narrower than their layers, as in
+`zoo.albert`.
 """
 
 from collections.abc import Collection
@@ -26,6 +25,8 @@ from jaxformer.models.config import Classification, Embedding, LanguageModel, Le
 from jaxformer.models.heads import Head
 from jaxformer.models.layer import Tree, linear
 from jaxformer.ops.feedforward import ACTIVATIONS
+from jaxformer.zoo.albert import Factorised
+from jaxformer.zoo.projection import Projection
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,29 @@ KINDS = ("Model", "ForPreTraining", *TASKS, "ForQuestionAnswering", "ForCausalLM
 SUMMARY = {"pooler": Key("summary_activation", "gelu", ACTIVATION)}  # of ForMultipleChoice
 
 
-def _heads(classes: int, activation: str = "gelu", summary: str = "gelu") -> dict[str, tuple]:
+def _heads(
+    classes: int, activation: str = "gelu", summary: str = "gelu", transform: Any = "gelu"
+) -> dict[str, tuple]:
     """{end of a class name: its heads}."""
     sequence = Classification(classes, pool="position_0", pooler="gelu")
     choice = Classification(1, pool="position_0", pooler=summary, name="multiple_choice")
-    found = heads_by_class(KINDS, sequence, LanguageModel("gelu", bias=True))
+    found = heads_by_class(KINDS, sequence, LanguageModel(transform, bias=True))
     return found | {"ForPreTraining": (Discriminator(activation),), "ForMultipleChoice": (choice,)}
 
 
 def _read(c: Json, names: Collection[str]) -> ModelConfig:
     only(c, position_embedding_type="absolute", add_cross_attention=False)
     fields = read_fields(c, TEXT_FIELDS)
-    if get(c, "embedding_size", 128) != fields["d_model"]:
-        raise ConfigError(
-            f"config.json: embedding_size={get(c, 'embedding_size', 128)} is not supported here; "
-            f"only hidden_size={fields['d_model']} is"
-        )
+    width = get(c, "embedding_size", 128)
+    token_types = get(c, "type_vocab_size", 2)
+    embedding: Any = Embedding(norm=True, token_types=token_types)
+    transform: Any = "gelu"
+    if width != fields["d_model"]:
+        embedding = Factorised(width, token_types)
+        transform = Projection("gelu", width)
     kind = class_kind(c, NAME, KINDS)
     summary = _read_summary(c) if kind == "ForMultipleChoice" else "gelu"
-    heads = _heads(count_labels(c), fields["feedforward"], summary)[kind]
+    heads = _heads(count_labels(c), fields["feedforward"], summary, transform)[kind]
     # position 0 sees no token if it is padding: transformers gives NaN
     if c.get("is_decoder") and any(isinstance(head, Classification) for head in heads):
         raise ConfigError(f"config.json: is_decoder=True is not supported with {NAME + kind}")
@@ -84,7 +89,7 @@ def _read(c: Json, names: Collection[str]) -> ModelConfig:
         **fields,
         block=post_norm,
         positions=Learned(),
-        embedding=Embedding(norm=True, token_types=get(c, "type_vocab_size", 2)),
+        embedding=embedding,
         heads=heads,
     )
 
@@ -103,7 +108,8 @@ def _write(config: Any) -> Json:
     kinds = sorted(KINDS, key=lambda kind: (kind == "ForCausalLM") != is_decoder)
     heads = _heads(2)
     c = write_fields(config, TEXT_FIELDS)
-    c |= {"embedding_size": config.d_model, "type_vocab_size": config.embedding.token_types}
+    width = getattr(config.embedding, "width", config.d_model)
+    c |= {"embedding_size": width, "type_vocab_size": config.embedding.token_types}
     for head in config.heads:
         if head.name == "multiple_choice":
             c |= write_fields(head, SUMMARY)
@@ -125,7 +131,8 @@ def _rules(config: ModelConfig) -> list[Rule]:
         "token_classification": "classifier",
         "span": "qa_outputs",
     }
-    return [*encoder_rules("electra"), *rules("heads/", "", heads)]
+    projection = Rule("embedding/projection", "electra.embeddings_project")
+    return [*encoder_rules("electra"), projection, *rules("heads/", "", heads)]
 
 
 FAMILY = Family(

@@ -4,6 +4,7 @@ Sub-layers side by side or one after the other, one or all key heads, rotations 
 """
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -127,7 +128,7 @@ ONE_NORM = {"norm": "input_layernorm"}
 TWO_NORMS = {"attention_norm": "ln_attn", "feedforward_norm": "ln_mlp"}
 
 
-def _rules(config: ModelConfig) -> list[Rule]:
+def _rules(config: Any) -> list[Rule]:
     norms = {None: NORMS, parallel: ONE_NORM, parallel_norms: TWO_NORMS}[config.block]
     return [
         Rule(QUERY_KEY_VALUE, LAYER + "self_attention.query_key_value", "by_head"),

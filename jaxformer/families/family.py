@@ -34,8 +34,9 @@ Kind = Literal["linear", "conv1d", "patches", "by_head", "leaf1", "leaf2", "line
 class Rule(NamedTuple):
     """Maps our module or leaf to theirs; several of ours if they store them as one tensor.
 
-    In `theirs`, the first `{}` stands for the layer and the second for the expert. A name that ends
-    with `_` is completed without a dot: `in_proj_` has `in_proj_weight`.
+    In `theirs`, the first `{}` stands for the layer and the second for the expert. A rule for one
+    layer may write its number out. A name that ends with `_` is completed without a dot:
+    `in_proj_` has `in_proj_weight`.
     """
 
     ours: str | tuple[str, ...]
@@ -215,7 +216,8 @@ def _tensors(
     """Our leaves in these places as one tensor `theirs`, or as one for each expert."""
     if rule.kind == "unread":
         return {theirs: Tensor(specs[0].shape[:1])}
-    lead = theirs.count("{}")  # axes of layers and experts
+    layer_axes = len(places[0].index)
+    lead = max(theirs.count("{}"), layer_axes)  # axes of layers and experts
     in_module = theirs != rule.theirs
     matrix = in_module and rule.kind in ("linear", "conv1d", "by_head")
     shapes = [_matrix_shape(spec, lead) if matrix else spec.shape[lead:] for spec in specs]
@@ -230,7 +232,6 @@ def _tensors(
     shape = with_ones.get(rule.kind, shape)
     tensors = {}
     layer = () if places[0].layer is None else (places[0].layer,)
-    layer_axes = len(places[0].index)
     for expert in np.ndindex(*specs[0].shape[layer_axes:lead]):
         parts = [
             Part(place.path, place.index + expert, spec.shape[lead:])

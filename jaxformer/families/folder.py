@@ -12,12 +12,14 @@ import numpy as np
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.families import (
+    albert,
     bart,
     bert,
     bigbird,
     bloom,
     clip,
     cohere,
+    deberta_v2,
     deepseek_v3,
     deit,
     dinov2,
@@ -34,6 +36,7 @@ from jaxformer.families import (
     llama,
     longformer,
     marian,
+    modernbert,
     olmo,
     opt,
     phi,
@@ -74,8 +77,8 @@ from jaxformer.params import paths
 KNOWN = (
     gpt2, llama, olmo, qwen_moe, gemma, gpt_oss, phi, granite, smollm3, starcoder2, stablelm,
     glm4, cohere, gpt_neox, gptj, falcon, bloom, opt, deepseek_v3, reformer, bert, distilbert,
-    electra, longformer, bigbird, vit, deit, dinov2, clip, siglip, vit_mae, t5, bart, marian,
-    whisper,
+    electra, albert, modernbert, deberta_v2, longformer, bigbird, vit, deit, dinov2, clip, siglip,
+    vit_mae, t5, bart, marian, whisper,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     kind: family for module in KNOWN for kind, family in module.FAMILIES.items()

@@ -4,6 +4,7 @@ A table of positions, and norms before or after the sub-layers.
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxformer.families.classes import DECODER_TASKS, heads_of_decoder, read_heads, write_heads
 from jaxformer.families.family import Family, rules
@@ -67,7 +68,7 @@ def _read(c: Json, names: Collection[str]) -> ModelConfig:
     )
 
 
-def _write(config: ModelConfig) -> Json:
+def _write(config: Any) -> Json:
     c = write_fields(config, FIELDS) | write_heads(config.heads, "OPT", _heads({}))
     c["word_embed_proj_dim"] = config.d_model
     c |= dict(zip((BEFORE, WITHOUT_END), BLOCKS[config.block], strict=True))

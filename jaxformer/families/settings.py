@@ -108,6 +108,8 @@ LAYERS_OR_EXPERTS = (
     "num_local_experts",
     "num_experts",
     "n_routed_experts",
+    "num_hidden_groups",
+    "inner_group_num",
 )
 
 

@@ -55,10 +55,13 @@ ROWS = (
         "OPT 350M (`word_embed_proj_dim`); `slow_but_exact` with `pretraining_tp` above 1",
     ),
     Row("bert roberta xlm-roberta camembert", "BERT, RoBERTa and both in other languages"),
+    Row("distilbert electra albert", "DistilBERT, ELECTRA, ALBERT 1 and 2"),
+    Row("modernbert", "ModernBERT", "`rope_scaling`, which would scale both rotations"),
     Row(
-        "distilbert electra",
-        "DistilBERT, ELECTRA",
-        "ELECTRA with `embedding_size` other than `hidden_size` (small, generators)",
+        "deberta-v2",
+        "DeBERTa-v3; version 2 without a convolution",
+        "a convolution (`conv_kernel_size`, version 2 xlarge and xxlarge); `embedding_size` other "
+        "than `hidden_size`; no `pos_att_type`",
     ),
     Row("longformer big_bird reformer", "Longformer, BigBird, Reformer"),
     Row("t5 mt5 umt5", "T5, FLAN-T5, mT5, UMT5", "classification of sequences"),

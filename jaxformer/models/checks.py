@@ -87,11 +87,13 @@ def wrong_words(config: Any) -> Iterator[str]:
         yield from _wrong_feedforward(feedforward)
     if isinstance(config.norm, str) and config.norm not in NORMS:
         yield f"norm={config.norm!r}: expected one of {', '.join(NORMS)}"
-    for name in ("mixer", "feedforward"):
+    for name in ("mixer", "feedforward", "block"):
         if getattr(config, name) == ():
             yield f"{name}=(): expected one for a layer at least"
-    if config.block is not None and not callable(config.block):
-        yield f"block={config.block!r}: expected a function such as blocks.post_norm, or None"
+    blocks = config.block if isinstance(config.block, tuple) else (config.block,)
+    for block in blocks:
+        if not callable(block) and config.block is not None:
+            yield f"block={config.block!r}: expected a function such as blocks.post_norm, or None"
     if (expected := unknown_implementation(config.attention_implementation)) is not None:
         yield f"attention_implementation={config.attention_implementation!r}: {expected}"
     if not isinstance(config.heads, tuple):
@@ -102,7 +104,8 @@ def wrong_words(config: Any) -> Iterator[str]:
         return
     for head, field in itertools.product(config.heads, ("transform", "pooler")):
         name = getattr(head, field, None)
-        if name is not None and name not in ACTIVATIONS:
+        is_own = field == "transform" and callable(name)
+        if name is not None and not is_own and name not in ACTIVATIONS:
             yield f"heads: {field}={name!r}: expected one of {', '.join(ACTIVATIONS)}, or None"
 
 

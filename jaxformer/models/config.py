@@ -166,8 +166,9 @@ class Patches:
 class LanguageModel:
     """A logit for each token of the vocabulary at each position."""
 
-    # None, or an activation: a linear map, the activation and a norm come first (BERT)
-    transform: str | None = None
+    # None; an activation: a linear map, the activation and a norm come first (BERT);
+    # or your own: config -> models.heads.Transform
+    transform: Callable | str | None = None
     bias: bool = False  # whether each token of the vocabulary has a bias
     scale: float = 1.0  # factor of the hidden states: D^-0.5 in T5 v1.0
     name: str = "language_model"  # key of its parameters and of its output
@@ -239,8 +240,11 @@ class ModelConfig:
     norm_eps: float = 1e-5  # added to the variance
     # how sub-layers meet the residual stream; None: blocks.pre_norm (GPT-2); post_norm (2017),
     # sandwich (Gemma 2), output_norm (OLMo 2), parallel (GPT-J), parallel_norms (GPT-NeoX),
-    # or your own: (config, names) -> models.layer.Block
-    block: Callable | None = declared(default=None, metadata={"describe": describe_block})
+    # or your own: (config, names) -> models.layer.Block; a tuple: one for each layer, repeated. The
+    # first layer's block begins and ends the stream
+    block: Callable | tuple[Callable, ...] | None = declared(
+        default=None, metadata={"describe": describe_block}
+    )
     # encoding of positions; a tuple: one for each layer, repeated over the depth;
     # your own: config -> a `bias` of ops.attention
     positions: (
@@ -366,12 +370,15 @@ def _wrong_sizes(config: ModelConfig) -> Iterator[str]:
     if isinstance(positions, Learned) and patches and patches.length != c.context_length:
         shown = f"images of {patches.image} in patches of {patches.patch}"
         yield f"context_length={c.context_length}: {shown} make {patches.length} positions"
-    # the table of a user's embedding is checked when the head is made
+    # the table of a user's embedding, and the width that a user's transform reads, are checked when
+    # the head is made
     is_ours = isinstance(c.embedding, Embedding | Patches)
     table_width = 0 if patches else c.d_model
     # `wrong_words` refuses heads that are no tuple
     heads = c.heads if isinstance(c.heads, tuple) else ()
-    reads_table = c.tie_embeddings and any(isinstance(head, LanguageModel) for head in heads)
+    reads_table = c.tie_embeddings and any(
+        isinstance(head, LanguageModel) and not callable(head.transform) for head in heads
+    )
     if is_ours and reads_table and c.hidden_width != table_width:
         yield (
             f"heads: a LanguageModel with tie_embeddings=True reads {c.hidden_width} features "

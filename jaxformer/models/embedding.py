@@ -11,10 +11,11 @@ from jax.nn.initializers import normal
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxformer import params
+from jaxformer import masks, params
+from jaxformer.config import code
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Embedding, ModelConfig, Patches
-from jaxformer.models.layer import linear
+from jaxformer.models.layer import Context, linear
 from jaxformer.models.norm import norm, norm_spec
 from jaxformer.models.position_table import table_of
 from jaxformer.ops.positions import learned
@@ -28,16 +29,24 @@ def token_length(tokens: Array) -> int:
     return tokens.shape[1]
 
 
+def as_it_is(params: Tree, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+    """x: nothing follows the sum of the vectors."""
+    return x
+
+
 class Embedder(NamedTuple):
     """An embedding of your own. `ModelConfig.embedding` may be any function `config -> Embedder`.
 
-    Absolute positions of the config are added to its result.
+    Absolute positions of the config are added to the result of `apply`, then `end` follows. The
+    context has the positions, the token types and the padding mask.
     """
 
     spec: Tree  # of `Spec`; with a table `tokens` [V, D], a language model's head may read by it
-    # (params, tokens or other arrays of `models.apply`, its `inputs`) -> [B, T, D]
+    # (params, tokens or other arrays of `models.apply`, its `inputs`, Context) -> [B, T, width]
     apply: Callable
     length: Callable = token_length  # the arrays -> T, the number of their positions
+    width: int | None = None  # features of the result of `apply` and of the positions; None: D
+    end: Callable = as_it_is  # (params, the sum [B, T, width], Context) -> [B, T, D]
 
 
 def spec(config: ModelConfig) -> Tree:
@@ -50,6 +59,7 @@ def spec(config: ModelConfig) -> Tree:
         return Spec((count, D), (axis, "embed"), start)
 
     tree: Tree = {}
+    width = D
     if isinstance(embedding, Patches):
         pixels = embedding.channels, *embedding.patch
         axes = "channel", "line", "column"
@@ -69,8 +79,10 @@ def spec(config: ModelConfig) -> Tree:
         if embedding.norm:
             tree["norm"] = norm_spec(config)
     else:
-        tree |= embedding(config).spec
-    of_positions = table_of(config, config.positions)
+        embedder = embedding(config)
+        tree |= embedder.spec
+        width = embedder.width or D
+    of_positions = table_of(config, config.positions, width)
     if of_positions is not None and of_positions.spec:
         tree["positions"] = of_positions.spec
     return tree
@@ -101,45 +113,64 @@ def embed(
     dtype=None,
     masked=None,
     extra: Tree = None,
+    context: Context | None = None,
 ) -> Float[Array, "B T D"]:
     """Embeddings of tokens times the scale, or of patches, plus token types and absolute positions.
 
     A norm follows, if the config has one. Flags `masked` `[B, patches]` put the mask token in the
     place of patches; raises ConfigError if the model has no mask token. `extra` is the `inputs` of
-    `models.apply`: an `Embedder` of the user's own reads it.
+    `models.apply`: an `Embedder` of the user's own reads it, and the `context`.
     """
     embedding = config.embedding
+    embedder = None
     if isinstance(embedding, Patches):
         dtype = dtype or params["patches"]["kernel"].dtype
         x = _embed_images(config, params, inputs.astype(dtype), masked)
     elif isinstance(embedding, Embedding):
         table = params["tokens"]
         dtype = dtype or getattr(table, "dtype", jnp.float32)
-        is_stored = isinstance(table, StoredWeight)
-        x = table.look_up(inputs, dtype) if is_stored else _look_up(table, inputs)
-        x = x * embedding.scale
+        x = look_up(table, inputs, dtype) * embedding.scale
         if embedding.token_types:
             types = jnp.zeros_like(inputs) if token_types is None else token_types
             x = x + learned(types, params["token_types"])
     else:
-        x = embedding(config).apply(params, inputs, extra)
+        embedder = embedding(config)
+        context = context or Context(masks.full(), positions, token_types=token_types)
+        x = _apply(embedder, params, inputs, extra, context)
         dtype = dtype or x.dtype
-    if (of_positions := table_of(config, config.positions)) is not None:
+    width = None if embedder is None else embedder.width
+    if (of_positions := table_of(config, config.positions, width)) is not None:
         vectors = of_positions.apply(params.get("positions", {}), positions)
         # a fixed table is rounded to the model's precision; a trained table is added in its own
         x = x + (vectors if of_positions.spec else vectors.astype(x.dtype))
     if isinstance(embedding, Embedding) and embedding.norm:
         x = norm(config, params.get("norm", {}), x)
+    if embedder is not None:
+        x = embedder.end(params, x, context)
     return with_logical_constraint(x.astype(dtype), "batch", "length", None)
 
 
-def _look_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """table[tokens]: each token's row of the table.
+def _apply(embedder: Embedder, params: Tree, inputs, extra: Tree, context: Context) -> Array:
+    """The result of `Embedder.apply`.
+
+    Embeddings in older files have three parameters. They are called without the context.
+    """
+    if len(code.positional_names(embedder.apply)) == 3:
+        return embedder.apply(params, inputs, extra)
+    return embedder.apply(params, inputs, extra, context)
+
+
+def look_up(
+    table: Float[Array, "V D"] | StoredWeight, tokens: Int[Array, "B T"], dtype=jnp.float32
+) -> Float[Array, "B T D"]:
+    """table[tokens]: each token's row of the table. Rows of a stored weight get the `dtype`.
 
     If `fsdp` splits the tokens and D, a device looks up its part of D for all tokens, and the
     devices then exchange these parts. The exchange moves activations. To gather the table, and to
     sum its gradient, would move V D numbers each.
     """
+    if isinstance(table, StoredWeight):
+        return table.look_up(tokens, dtype)
     batch_axes = mesh_axes("batch", tokens.shape[0])
     length_axes = mesh_axes("length", tokens.shape[1])
     if "fsdp" not in batch_axes or table.shape[1] % jax.sharding.get_abstract_mesh().shape["fsdp"]:

@@ -40,6 +40,17 @@ class Head(NamedTuple):
     apply: Callable
 
 
+class Transform(NamedTuple):
+    """What comes before the product with the vocabulary's rows.
+
+    `LanguageModel.transform` may be any function `config -> Transform`.
+    """
+
+    spec: Tree  # of `Spec`
+    apply: Callable  # (params, hidden [B, T, D]) -> [B, T, width]
+    width: int  # features of the result, and of the rows of the vocabulary
+
+
 def run(
     head: Head,
     params: Tree,
@@ -86,14 +97,12 @@ def _head(config: ModelConfig, head, table: Weight | None) -> Head:
     match head:
         case LanguageModel():
             tree: Tree = {"bias": Spec((V,), ("vocab",), zeros)} if head.bias else {}
-            if head.transform:
-                tree["transform"] = {
-                    **matrix(D, D, None, False),
-                    "bias": Spec((D,), ("embed",), zeros),  # it keeps the axis "embed"
-                    "norm": norm_spec(config, D),
-                }
+            transform = transform_of(config, head)
+            if transform is not None:
+                tree["transform"] = transform.spec
             if not config.tie_embeddings:  # [V, D] like the embedding: one product for both
-                tree["kernel"] = Spec((V, D), ("vocab", "embed"), start, ("embed",))
+                width = row_width(config, head)
+                tree["kernel"] = Spec((V, width), ("vocab", "embed"), start, ("embed",))
             return Head(
                 head.name,
                 tree,
@@ -112,6 +121,33 @@ def _head(config: ModelConfig, head, table: Weight | None) -> Head:
 
             return Head(head.name, matrix(D, head.classes, "class", True), classes)
     return head(config)
+
+
+def transform_of(config: ModelConfig, head: LanguageModel) -> Transform | None:
+    """The transform of a language model: a linear map, an activation and a norm, or your own."""
+    if head.transform is None:
+        return None
+    if callable(head.transform):
+        return head.transform(config)
+    D = config.hidden_width
+    activation = ACTIVATIONS[head.transform]
+    spec = {
+        **params.linear((D, D), ("embed", None), ("embed",), normal(config.std), bias=False),
+        "bias": Spec((D,), ("embed",), zeros),  # it keeps the axis "embed"
+        "norm": norm_spec(config, D),
+    }
+
+    def apply(params: Tree, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        hidden = activation(linear("btd,dc->btc", hidden, params))
+        return norm(config, params["norm"], hidden)
+
+    return Transform(spec, apply, D)
+
+
+def row_width(config: ModelConfig, head: LanguageModel) -> int:
+    """The width of the vocabulary's rows that a language model reads by."""
+    transform = transform_of(config, head)
+    return config.hidden_width if transform is None else transform.width
 
 
 def logits(
@@ -157,9 +193,9 @@ def unembedding(
 
     These are the arguments of `ops.projected_cross_entropy`.
     """
-    if head.transform:
-        hidden = ACTIVATIONS[head.transform](linear("btd,dc->btc", hidden, params["transform"]))
-        hidden = norm(config, params["transform"]["norm"], hidden)
+    transform = transform_of(config, head)
+    if transform is not None:
+        hidden = transform.apply(params["transform"], hidden)
     scale = head.scale
     # with MuP, a tied table starts and learns as an embedding
     if config.tie_embeddings and isinstance(config.init_std, MuP):

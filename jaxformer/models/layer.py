@@ -31,7 +31,7 @@ class Source:
 
 @struct.dataclass
 class Context:
-    """What a mixer or a feed-forward may read besides its input."""
+    """What a mixer, a feed-forward or an embedding of your own may read besides its input."""
 
     mask: Mask  # which keys each query sees
     positions: Any  # of the tokens, [B or 1, T]
@@ -54,6 +54,7 @@ class Context:
     inputs: Tree = None  # inputs for mixers, passed by the caller of `apply`
     carry: Tree = None  # value passed from the previous layer
     padding_mask: Any = None  # [B, T], False for padding; None: there is none
+    token_types: Any = None  # [B, T]; None: all 0
     source: Source | None = None
     # tap(name, value) -> value: lets a caller of `apply` read or replace the value
     tap: Tap = struct.field(pytree_node=False, default=NOTHING)

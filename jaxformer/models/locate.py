@@ -44,6 +44,7 @@ def locate(
         shared=params.get("shared"),
         inputs=inputs.inputs,
         padding_mask=inputs.padding_mask,
+        token_types=inputs.token_types,
         source=inputs.encoded,
         tap=tap(inputs.intermediates, inputs.edits),
     )

@@ -24,9 +24,12 @@ class PositionTable(NamedTuple):
     apply: Callable  # (params, positions [B or 1, T]) -> [B or 1, T, D]
 
 
-def table_of(config: ModelConfig, positions: Any) -> PositionTable | None:
-    """The table of `Learned`, `Axial` and `Sinusoidal` positions; None for other positions."""
-    D = config.d_model
+def table_of(config: ModelConfig, positions: Any, width: int | None = None) -> PositionTable | None:
+    """The table of `Learned`, `Axial` and `Sinusoidal` positions; None for other positions.
+
+    Its vectors have `width` features, D by default.
+    """
+    D = width or config.d_model
     start = normal(config.std)
     match positions:
         case Learned(offset):

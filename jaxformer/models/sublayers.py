@@ -57,7 +57,7 @@ class Kind(NamedTuple):
 
 
 def kind(config: ModelConfig, source_width: int | None = None) -> Kind:
-    """The parts of a layer. The config's mixer, feed-forward and positions are those of this layer.
+    """The parts of a layer. The config's mixer, feed-forward, block and positions are this layer's.
 
     `source_width` is the width of an encoder. With it, the layer also attends to the encoder's
     output.
@@ -69,7 +69,8 @@ def kind(config: ModelConfig, source_width: int | None = None) -> Kind:
             attention_spec(config, source_width), partial(cross_attention, config)
         )
     sublayers["feedforward"] = feed(config)
-    return Kind(sublayers, (config.block or blocks.pre_norm)(config, tuple(sublayers)))
+    block: Any = config.block or blocks.pre_norm
+    return Kind(sublayers, block(config, tuple(sublayers)))
 
 
 class DropoutKeys(NamedTuple):

@@ -37,8 +37,9 @@ def spec(config: ModelConfig, source_width: int | None = None) -> Tree:
         "shared": layout.shared_spec(config, source_width),
     }
     table = getattr(trees["embedding"].get("tokens"), "shape", None)
-    expected = config.vocab_size, config.hidden_width
-    if config.tie_embeddings and table != expected and heads.language_model(config):
+    head = heads.language_model(config) if config.tie_embeddings else None
+    expected = None if head is None else (config.vocab_size, heads.row_width(config, head))
+    if expected is not None and table != expected:
         raise ConfigError(
             f"model.tie_embeddings=True: the head reads by a table `tokens` {expected} of the "
             f"embedding, which has {table}; "
@@ -176,6 +177,7 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
             dtype=inputs.dtype,
             masked=masked,
             extra=inputs.inputs,
+            context=replace(context, dropout_key=embedding_key),
         )
         x = context.tap("embedding", ops.dropout(x, config.dropout_rate, embedding_key))
     layers = Layers(

@@ -18,6 +18,7 @@ HEADS = {
     "logits": None,
     "prediction_logits": "language_model",
     "seq_relationship_logits": "next_sentence",
+    "sop_logits": "sentence_order",
     "start_logits": "span",
     "end_logits": "span",
     "pooler_output": "pooled",

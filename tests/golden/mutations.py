@@ -9,6 +9,7 @@ writes of it; what cannot be loaded at all is seen, too.
 """
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -89,6 +90,7 @@ OTHER = {
     "gelu_tanh": "gelu",
     "relu": "gelu",
     "swiglu": "geglu",
+    "geglu": "swiglu",
     "geglu_tanh": "geglu",
     "silu": "gelu",
     "quick_gelu": "gelu",
@@ -106,14 +108,15 @@ def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelCon
         "another kind of norm",
         replace(config, norm="rms_norm" if config.norm == "layer_norm" else "layer_norm"),
     )
-    if config.stack is None:
+    if config.stack is None or isinstance(config.stack, zoo.Repeated):
         yield (
             "norms in another place",
             replace(config, block=None if config.block else blocks.post_norm),
         )
-    if config.mixer is None or isinstance(config.mixer, tuple):
+    is_exact = config.mixer is None or isinstance(config.mixer, zoo.Disentangled)
+    if is_exact or isinstance(config.mixer, tuple):
         scale = 1.0 if config.attention_scale is None else None
-        if config.mixer is None:
+        if is_exact:
             yield "scores scaled otherwise", replace(config, attention_scale=scale)
             yield (
                 "scores scaled by the model's width",
@@ -126,6 +129,15 @@ def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelCon
             yield f"window {step:+d}", replace(config, masks=moved)
     if len(config.masks) > 1 and config.mixer is None:
         yield "masks of layers shifted", replace(config, masks=config.masks[1:] + config.masks[:1])
+    if isinstance(config.stack, zoo.Repeated):
+        first, *rest = config.stack.times
+        for name, times in {
+            "the first group once more": (first + 1, *rest),
+            "groups exchanged": tuple(reversed(config.stack.times)),
+            "every group once": (1,) * len(config.stack.times),
+        }.items():
+            if times != config.stack.times:
+                yield name, replace(config, stack=zoo.Repeated(times))
     if isinstance(config.embedding, Embedding):
         other = config.d_model**0.5 if config.embedding.scale == 1 else 1.0
         yield (
@@ -172,6 +184,9 @@ def widened(mask: masks.Mask, step: int) -> masks.Mask:
     from jaxformer.families.decoder import left_window
 
     width = left_window(mask)
+    sides = next((part.args for part in mask.conjuncts() if part.args), None)
+    if width is None and sides and mask == window(*sides):
+        return window(*(side + step for side in sides))
     return mask if width is None else causal() & window(width - 1 + step)
 
 
@@ -204,10 +219,26 @@ def other_positions(positions) -> Iterator[tuple[str, Any]]:
                     )
                     yield f"RoPE: {field} doubled", replace(positions, scaling=changed)
             yield "no RoPE", None
+        case tuple():
+            yield "rotations of layers exchanged", positions[::-1]
+            yield "one rotation for all layers", positions[:1]
 
 
 def other_mixers(mixer) -> Iterator[tuple[str, Any]]:
     match mixer:
+        case zoo.Disentangled():
+            others = tuple(term for term in mixer.terms if term != mixer.terms[0])
+            for name, change in {
+                "a term of positions fewer": dict(terms=others),
+                "maps of the table": dict(own_maps=not mixer.own_maps),
+                "norm of the table": dict(norm=not mixer.norm),
+                "distances without the logarithm": dict(max_distance=None),
+                "largest distance + 1": dict(max_distance=(mixer.max_distance or 0) + 1),
+            }.items():
+                is_other = mixer.max_distance is not None or "distance" not in name
+                if is_other and change != dict(terms=()):
+                    yield name, replace(mixer, **change)
+            yield "no positions in attention", None
         case zoo.LatentAttention():
             yield "latents with another eps", replace(mixer, norm_eps=1e-3)
         case zoo.Longformer():
@@ -235,11 +266,22 @@ def other_heads(config: ModelConfig, head) -> Iterator[tuple[str, Any]]:
             yield "hidden states scaled before the head", replace(head, scale=other)
             if head.transform:
                 yield "head without its transform", replace(head, transform=None)
+            if isinstance(head.transform, zoo.Projection):
+                changed = replace(head.transform, activation=OTHER[head.transform.activation])
+                yield "head with another activation", replace(head, transform=changed)
+            elif head.transform:
                 yield "head with another activation", replace(head, transform=OTHER[head.transform])
         case TextFeatures():
             yield f"{head.name} of another token", replace(head, end=3)
             if head.end is not None:
                 yield f"{head.name} of the largest id", replace(head, end=None)
+        case zoo.ProjectedClasses():
+            other = replace(head.projection, activation=OTHER[head.projection.activation])
+            yield f"{head.name}: another activation", replace(head, projection=other)
+            if head.pool is not None:
+                pools = {"mean", "last", "position_0"} - {head.pool}
+                for pooling in sorted(pools):
+                    yield f"{head.name} of {pooling}", replace(head, pool=pooling)
         case Classification():
             yield f"{head.name} of the mean", replace(head, pool="mean")
             yield f"{head.name} of the last token", replace(head, pool="last")
@@ -249,6 +291,25 @@ def other_heads(config: ModelConfig, head) -> Iterator[tuple[str, Any]]:
 
 
 # Mistakes in the parameters: (name, leaves by path -> leaves by path)
+
+
+def of_places(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple[str, Callable]]:
+    """`of_parameters` of a stack, and of each place where it keeps layers of a kind."""
+    yield from of_parameters(config, leaves)
+    for place in sorted(set(re.findall(r"^layers/(\d+)/", "\n".join(leaves), re.MULTILINE))):
+        inside = f"layers/{place}/"
+        own = {
+            path.replace(inside, "layers/", 1): leaf
+            for path, leaf in leaves.items()
+            if path.startswith(inside)
+        }
+        for mistake, change in of_parameters(config, own):
+
+            def moved(leaves, inside=inside, own=own, change=change):
+                found = change(own).items()
+                return leaves | {path.replace("layers/", inside, 1): x for path, x in found}
+
+            yield f"place {place}: {mistake}", moved
 
 
 def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple[str, Callable]]:
@@ -284,6 +345,8 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
             yield f"{name} dropped", changed(jnp.ones_like, name)
         elif name.endswith("norm/bias") or (name.startswith("heads/") and name.endswith("bias")):
             yield f"{name} dropped", changed(jnp.zeros_like, name)
+    if "embedding/projection/bias" in leaves:
+        yield "no bias of the embedding's map", changed(jnp.zeros_like, "embedding/projection/bias")
     if f"{attention}/query/kernel" not in leaves:  # dense layers, then layers of experts
         return
     query = leaves[f"{attention}/query/kernel"]
@@ -496,6 +559,14 @@ def of_rules(rules: list) -> Iterator[tuple[str, Callable]]:
                     else rule
                 ),
             )
+        yield (
+            "table: halves exchanged",
+            lambda rule: (
+                rule._replace(ours=rule.ours[::-1])
+                if isinstance(rule.ours, tuple) and len(rule.ours) == 2
+                else rule
+            ),
+        )
     yield "table: query and key biases left out", lambda rule: rule  # of the config: see `outcomes`
 
 
@@ -602,7 +673,7 @@ def outcomes(name: str) -> list[Outcome]:
             for path, leaf in paths(params).items()
             if path.startswith(prefix)
         }
-        for mistake, change in of_parameters(stack, leaves):
+        for mistake, change in of_places(stack, leaves):
             moved = {prefix + path: leaf for path, leaf in change(leaves).items()}
             if all(np.array_equal(leaf, paths(params)[path]) for path, leaf in moved.items()):
                 continue  # a bias that is zero anyway

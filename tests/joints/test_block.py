@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import decoding, models, params
+from jaxformer import decoding, models, params, zoo
 from jaxformer.errors import ConfigError
-from jaxformer.models import EncoderDecoder, ModelConfig, blocks
+from jaxformer.models import EncoderDecoder, ModelConfig, blocks, embedding, sublayers
 from jaxformer.models.config import Alibi
-from jaxformer.models.layer import Block, LayerOutput
+from jaxformer.models.layer import Block, Context, LayerOutput
 from jaxformer.models.norm import Unscaled, no_norm, norm, norm_spec
 from jaxformer.models.stacks import layout
 from tests.joints.harness import (
@@ -275,3 +275,29 @@ def test_updates_of_layers_are_a_part_of_the_tree(unroll):
 def test_a_layer_without_a_block_reports_nothing():
     assert LayerOutput().updates is None
     assert models.apply(TINY, models.init(TINY, jax.random.key(0)), TOKENS).updates is None
+
+
+def test_blocks_by_layer():
+    """A pattern that repeats, and one that covers the depth once, equal a loop over the layers."""
+    for pattern in (
+        (blocks.post_norm, blocks.pre_norm),
+        (zoo.modernbert.bare_attention, *[blocks.pre_norm] * 3),
+    ):
+        config = replace(TINY, block=pattern)
+        tree = params.init(models.spec(config), jax.random.key(0))
+        tree = jax.tree.map(lambda leaf: leaf + 0.1, tree)
+        x = embedding.embed(config, tree["embedding"], TOKENS, jnp.arange(12)[None])
+        for i, layer in enumerate(layout.unstacked(config, tree["layers"])):
+            kind = sublayers.kind(replace(config, block=pattern[i % len(pattern)]))
+            context = Context(config.masks[0], jnp.arange(12)[None], layer=i)
+            x = sublayers.run(config, kind, layer, x, context).hidden
+        expected = layout.kinds(config)[0].block.end(tree, x, context)
+        found = models.apply(config, tree, TOKENS).hidden
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
+    assert "attention_norm" not in models.spec(config)["layers"]["0"]
+    assert models.spec(config)["layers"]["1"]["attention_norm"]["scale"].shape == (3, 16)
+
+
+def test_a_pattern_of_no_blocks_is_refused():
+    with pytest.raises(ConfigError, match=r"model\.block=\(\)"):
+        replace(TINY, block=())

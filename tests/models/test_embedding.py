@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.nn.initializers import normal
 
 from jaxformer import decoding, masks, models, ops
 from jaxformer.errors import ConfigError
@@ -26,6 +27,7 @@ from jaxformer.models import (
 )
 from jaxformer.models.mixers.attention import attention, positions_spec
 from jaxformer.ops.bias import t5_bucket
+from jaxformer.params import Spec
 
 B, V, D, T = 2, 13, 8, 6
 TEXT = ModelConfig(
@@ -158,6 +160,40 @@ def test_sinusoidal_positions_have_no_parameters():
     angles = np.arange(T)[:, None] / 10_000 ** (np.arange(0, D, 2) / D)
     expected = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(T, D)
     np.testing.assert_allclose(x, own["tokens"][tokens()] + expected, **ROUNDING)
+
+
+def narrow(config):
+    """Tables of four features, and a map to D behind the sum."""
+    spec = {
+        "tokens": Spec((config.vocab_size, 4), ("vocab", None), normal(0.3)),
+        "types": Spec((2, 4), (None, None), normal(0.3)),
+        "wider": Spec((4, config.d_model), (None, "embed"), normal(0.3)),
+    }
+
+    def apply(params, tokens, inputs, context):
+        return params["tokens"][tokens] + params["types"][context.token_types]
+
+    def end(params, x, context):
+        mask = 1.0 if context.padding_mask is None else context.padding_mask[..., None]
+        return x @ params["wider"] * mask
+
+    return embedding.Embedder(spec, apply, width=4, end=end)
+
+
+def test_an_embedding_of_ones_own_reads_token_types_and_ends_the_sum():
+    """Positions are as wide as its tables, and come before its end."""
+    config = replace(TEXT, embedding=narrow, tie_embeddings=False, positions=Learned())
+    types = jnp.asarray(np.random.default_rng(5).integers(0, 2, (B, T)), jnp.int32)
+    own, x = embedded(config, tokens(), token_types=types)
+    assert own["positions"].shape == (T, 4)
+    summed = own["tokens"][tokens()] + own["types"][types] + own["positions"][None]
+    np.testing.assert_allclose(x, summed @ own["wider"], **ROUNDING)
+    segments = jnp.asarray(np.arange(T) < np.array([[T], [4]]), jnp.int32)
+    options = dict(token_types=types, segment_ids=segments, intermediates=("embedding",))
+    found = models.apply(config, random(config), tokens(), **options).intermediates["embedding"]
+    np.testing.assert_allclose(found, x * np.asarray(segments)[..., None], **ROUNDING)
+    with pytest.raises(ConfigError, match="7 tokens do not fit the 6 learned positions"):
+        models.apply(config, random(config), tokens(7))
 
 
 @pytest.mark.parametrize("positions", [Learned(), Axial((2, 3), (5, 3))])

@@ -379,7 +379,8 @@ def arguments(family: str, name: str, config, r) -> tuple[dict, np.ndarray | Non
         if token not in (pad, getattr(config, "sep_token_id", None))
     ]
     tokens = rng.choice(letters, shape)
-    real, side = np.ones(shape, np.int64), r.choice(["none", "left", "right", "right"])
+    sides = getattr(ranges.FILES.get(family), "SIDES", ("none", "left", "right", "right"))
+    real, side = np.ones(shape, np.int64), r.choice(sides)
     if side != "none":
         real[-1:, ..., slice(0, 3) if side == "left" else slice(T - 3, T)] = 0
         tokens[real == 0] = pad
@@ -409,6 +410,7 @@ OUTPUTS = {
     "logits": lambda output: output.logits,
     "prediction_logits": lambda output: output.heads["language_model"],
     "seq_relationship_logits": lambda output: output.heads["next_sentence"],
+    "sop_logits": lambda output: output.heads["sentence_order"],
     "start_logits": lambda output: output.heads["span"][..., 0],
     "end_logits": lambda output: output.heads["span"][..., 1],
     "reconstruction": lambda output: output.heads["reconstruction"].transpose(0, 3, 1, 2),

@@ -86,6 +86,24 @@ PYTHIA = {  # layers, width, heads, vocabulary
     "pythia_6b9": (32, 4096, 32, 50432),
     "pythia_12b": (36, 5120, 40, 50688),
 }
+ALBERT = {  # hidden_size, num_hidden_layers, num_attention_heads
+    "albert_base": (768, 12, 12),
+    "albert_large": (1024, 24, 16),
+    "albert_xlarge": (2048, 24, 16),
+    "albert_xxlarge": (4096, 12, 64),
+}
+ELECTRA = {  # embedding_size, hidden_size, num_hidden_layers, num_attention_heads
+    "electra_small": (128, 256, 12, 4),
+    "electra_base": (768, 768, 12, 12),
+    "electra_large": (1024, 1024, 24, 16),
+}
+# hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, vocab_size
+DEBERTA = {
+    "deberta_v3_xsmall": (384, 12, 6, 1536, 128_100),
+    "deberta_v3_small": (768, 6, 12, 3072, 128_100),
+    "deberta_v3_base": (768, 12, 12, 3072, 128_100),
+    "deberta_v3_large": (1024, 24, 16, 4096, 128_100),
+}
 VIT = {  # hidden_size, num_hidden_layers, num_attention_heads, patch_size, image_size
     "vit_tiny": (192, 12, 3, 16, 224),
     "vit_small": (384, 12, 6, 16, 224),
@@ -157,7 +175,7 @@ def builds() -> dict[str, tuple]:
         "Qwen2ForCausalLM",
         t.Qwen2Config(**sizes, num_key_value_heads=4, vocab_size=152064),
     )
-    found |= later_decoders(t)
+    found |= later_decoders(t) | later_encoders(t)
     for name, (layers, width, heads, mels, vocab) in WHISPER.items():
         sides = {f"{side}_layers": layers for side in ("encoder", "decoder")}
         sides |= {f"{side}_attention_heads": heads for side in ("encoder", "decoder")}
@@ -251,6 +269,39 @@ def builds() -> dict[str, tuple]:
         found[name] = "ViTForImageClassification", config
     found["vit_base_backbone"] = "ViTForImageClassification", t.ViTConfig(num_labels=0)
     found["vit_base_in21k"] = "ViTModel", t.ViTConfig()
+    return found
+
+
+def later_encoders(t) -> dict[str, tuple]:
+    """ALBERT, ELECTRA's discriminators, ModernBERT and DeBERTa-v3."""
+    found: dict[str, tuple] = {}
+    for name, (width, layers, heads) in ALBERT.items():
+        sizes = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads)
+        config = t.AlbertConfig(**sizes, intermediate_size=4 * width)
+        found[name] = "AlbertForPreTraining", config
+    for name, (narrow, width, layers, heads) in ELECTRA.items():
+        sizes = dict(hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads)
+        config = t.ElectraConfig(**sizes, embedding_size=narrow, intermediate_size=4 * width)
+        found[name] = "ElectraForPreTraining", config
+    found["modernbert_base"] = "ModernBertForMaskedLM", t.ModernBertConfig()
+    large = dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16)
+    config = t.ModernBertConfig(**large, intermediate_size=2624)
+    found["modernbert_large"] = "ModernBertForMaskedLM", config
+    for name, (width, layers, heads, inner, vocab) in DEBERTA.items():
+        config = t.DebertaV2Config(
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=inner,
+            vocab_size=vocab,
+            relative_attention=True,
+            position_buckets=256,
+            norm_rel_ebd="layer_norm",
+            share_att_key=True,
+            pos_att_type="p2c|c2p",
+            position_biased_input=False,
+        )
+        found[name] = "DebertaV2Model", config
     return found
 
 

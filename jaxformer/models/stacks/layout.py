@@ -21,6 +21,8 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.sublayers import Kind
 from jaxformer.params import Spec, Tree, paths
 
+# the fields of a config that may differ by layer, besides the mask
+BY_LAYER = ("mixer", "feedforward", "block", "positions")
 ALL = ""  # the name of the only place, if all layers are in it: its tree is the whole tree
 
 
@@ -42,16 +44,15 @@ def as_pattern(value: Any) -> tuple:
 
 
 def layer_config(config: ModelConfig, i: int) -> ModelConfig:
-    """The config of layer i alone: its mixer, its feed-forward and its positions."""
-    patterns = {name: getattr(config, name) for name in ("mixer", "feedforward", "positions")}
+    """The config of layer i alone: its mixer, its feed-forward, its block and its positions."""
+    patterns = {name: getattr(config, name) for name in BY_LAYER}
     own = {name: each[i % len(each)] for name, each in patterns.items() if isinstance(each, tuple)}
     return replace(config, **own) if own else config
 
 
 def kinds(config: ModelConfig, source_width: int | None = None) -> tuple[Kind, ...]:
-    """The first layers, up to where mixers, feed-forwards and positions repeat."""
-    patterns = config.mixer, config.feedforward, config.positions
-    period = math.lcm(*(len(as_pattern(each)) for each in patterns))
+    """The first layers, up to where mixers, feed-forwards, blocks and positions repeat."""
+    period = math.lcm(*(len(as_pattern(getattr(config, name))) for name in BY_LAYER))
     return tuple(
         sublayers.kind(layer_config(config, i), source_width)
         for i in range(min(period, config.num_layers))
@@ -61,11 +62,9 @@ def kinds(config: ModelConfig, source_width: int | None = None) -> tuple[Kind, .
 def period(config: ModelConfig, segment: Segment) -> int:
     """The number of layers after which a segment repeats.
 
-    What repeats are mixers, feed-forwards, positions, masks and places.
+    What repeats are mixers, feed-forwards, blocks, positions, masks and places.
     """
-    patterns = [
-        as_pattern(getattr(config, name)) for name in ("mixer", "feedforward", "positions", "masks")
-    ]
+    patterns = [as_pattern(getattr(config, name)) for name in (*BY_LAYER, "masks")]
     numbers = range(segment.first, segment.first + segment.count)
     traits = [[each[i % len(each)] for each in patterns] for i in numbers]
 
@@ -87,7 +86,9 @@ def segments(config: ModelConfig, source_width: int | None = None) -> tuple[Segm
     of_layers = [traits[i % len(traits)] for i in range(L)]
     if all(each == of_layers[0] for each in of_layers):
         return (Segment(0, L, (ALL,)),)
-    pattern = max(len(as_pattern(config.mixer)), len(as_pattern(config.feedforward)))
+    pattern = max(
+        len(as_pattern(getattr(config, name))) for name in BY_LAYER if name != "positions"
+    )
     if L % pattern:
         raise ConfigError(
             f"model.num_layers={L} is no multiple of the pattern of {pattern} different layers"

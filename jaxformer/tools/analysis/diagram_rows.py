@@ -73,6 +73,7 @@ class LayerKind(NamedTuple):
     mask: masks.Mask
     positions: Any
     feedforward: Any
+    block: Any
 
 
 def rows(
@@ -125,7 +126,8 @@ def _inputs(config: ModelConfig, tree: dict, label: str) -> Iterator[Row]:
         names = [name for name in tree if name != "positions"]
         boxes = [box(_name(embedding).capitalize(), f"→ {D:,}", *names)]
     if type(config.positions) in ADDED:
-        detail = f"{ADDED[type(config.positions)]}, {config.context_length:,} × {D:,}"
+        width = getattr(embedding, "width", None) or D
+        detail = f"{ADDED[type(config.positions)]}, {config.context_length:,} × {width:,}"
         boxes.append(box("Positions", detail, "positions"))
     yield Mark("label", label)
     yield boxes
@@ -142,7 +144,7 @@ def _layers(config: ModelConfig, specs: list[dict], reads_source: bool) -> Itera
     """
     patterns = [
         layout.as_pattern(each)
-        for each in (config.mixer, config.masks, config.positions, config.feedforward)
+        for each in (config.mixer, config.masks, config.positions, config.feedforward, config.block)
     ]
     L = config.num_layers
     kinds = [LayerKind(*(each[i % len(each)] for each in patterns)) for i in range(L)]
@@ -168,7 +170,7 @@ def _layer(config: ModelConfig, kind: LayerKind, spec: dict, reads_source: bool)
     boxes = {}
     for name, (title, detail, *copies) in texts.items():
         boxes[name] = Box(name, title, detail, params.count(spec[name]), *copies)
-    if config.block is blocks.parallel:
+    if kind.block is blocks.parallel:
         yield Mark("branch")
         yield [_norm(config, spec["norm"])]
         yield list(boxes.values())
@@ -180,12 +182,12 @@ def _layer(config: ModelConfig, kind: LayerKind, spec: dict, reads_source: bool)
         drawn |= {norm, out_norm}
         norm_rows = [[_norm(config, spec[norm])]] if norm in spec else []
         out_norm_rows = [[_norm(config, spec[out_norm])]] if out_norm in spec else []
-        if config.block is blocks.post_norm:
+        if kind.block is blocks.post_norm:
             yield from (Mark("branch"), [box], Mark("add"), *norm_rows, *out_norm_rows)
         else:
             yield from (Mark("branch"), *norm_rows, [box], *out_norm_rows, Mark("add"))
     if others := [params.count(tree) for name, tree in spec.items() if name not in drawn]:
-        yield [Box("norm", _name(config.block), "parameters of the block", sum(others))]
+        yield [Box("norm", _name(kind.block), "parameters of the block", sum(others))]
 
 
 def _attention(config: ModelConfig, kind: LayerKind) -> tuple[str, str]:
@@ -247,7 +249,7 @@ def _head(config: ModelConfig, name: str, head: Any, specs: dict) -> Box:
         case LanguageModel():
             tied = ", the matrix of the tokens" * config.tie_embeddings
             steps = [
-                f"{head.transform} and a norm" if head.transform else "",
+                _transform(head.transform),
                 f"{config.vocab_size:,}{tied}",
             ]
         case Classification():
@@ -260,6 +262,13 @@ def _head(config: ModelConfig, name: str, head: Any, specs: dict) -> Box:
     detail = " → ".join([f"{config.hidden_width:,}", *filter(None, steps)])
     title = name.replace("_", " ").capitalize()
     return Box("head", title, detail, params.count(specs.get(name, {})))
+
+
+def _transform(transform: Any) -> str:
+    """What comes before the product with the vocabulary's rows."""
+    if transform is None:
+        return ""
+    return f"{transform} and a norm" if isinstance(transform, str) else _name(transform)
 
 
 def _name(value: Any) -> str:

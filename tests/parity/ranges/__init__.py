@@ -8,6 +8,7 @@ A file has:
     NO_NUMBER (if any)    fields that change no output of a forward pass in evaluation
     arguments (if any)    (class name, config, r, rng) -> (arguments of the model, the mask of its
                           outputs or None)
+    SIDES (if any)        where rows are padded: none, left, right
     EXACT (if any)        options of a model that computes everything plainly
 """
 

@@ -9,6 +9,6 @@ NO_NUMBER = ("summary_last_dropout",)
 
 
 def sizes(family: str, r, common: dict) -> dict:
-    """Those of a BERT. A few have an embedding of another width."""
+    """Those of a BERT. Many have an embedding of another width."""
     width = common["hidden_size"]
-    return common | dict(embedding_size=width if r.random() < 0.9 else width + 2)
+    return common | dict(embedding_size=width if r.random() < 0.4 else r.choice([5, width + 2]))
