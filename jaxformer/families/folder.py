@@ -26,6 +26,7 @@ from jaxformer.families import (
     distilbert,
     electra,
     falcon,
+    fused_experts,
     gemma,
     glm4,
     gpt2,
@@ -232,7 +233,9 @@ def _open(
 ) -> safetensors.Files:
     """The folder, or a part of it. A family of the user's own reads it as it is."""
     file = safetensors.open_checkpoint(path, revision)
-    return file if own is not None and part is None else part_of(file, part, FAMILIES)
+    if own is not None and part is None:
+        return file
+    return fused_experts.split(part_of(file, part, FAMILIES))
 
 
 def _family(file: safetensors.Files, own: Family | None) -> Family:

@@ -69,11 +69,11 @@ class Files:
     generation: dict[str, Any] = field(repr=False)  # generation_config.json; empty if missing
     # {tensor: (shape, NumPy dtype name)}
     names: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)
-    _opened: dict[str, Any] = field(repr=False)  # the open file of each tensor
+    opened: dict[str, Any] = field(repr=False)  # the open file of each tensor
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor."""
-        return self._opened[name].get_tensor(name)
+        return self.opened[name].get_tensor(name)
 
 
 def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Files:

@@ -3,6 +3,7 @@ are refused with the rename that mends them."""
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -164,3 +165,39 @@ def test_a_reformer_of_transformers_5_24_adds_the_bias_of_its_decoder(second, tm
     saved = runs.tensors(tmp_path / "b")
     np.testing.assert_array_equal(saved["lm_head.decoder.bias"], bias)
     assert "lm_head.bias" not in saved
+
+
+EXPERTS = {
+    "mixtral": ("block_sparse_moe.experts.{}.w1", "w1", "w3", "w2"),
+    "qwen2_moe": ("mlp.experts.{}.gate_proj", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_moe": ("mlp.experts.{}.gate_proj", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ("mlp.experts.{}.gate_proj", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_of_a_layer_may_stand_in_one_tensor(name, tmp_path):
+    """As transformers 5 writes them with save_original_format=False."""
+    first, gate, up, down = EXPERTS[name]
+    first = re.escape(first).replace(r"\{\}", r"(\d+)")
+
+    def fused(arrays):
+        found = dict(arrays)
+        layers = {}
+        for key in arrays:
+            if match := re.fullmatch(rf"(.*\.){first}\.weight", key):
+                layers.setdefault(match[1], []).append(key)
+        for layer, keys in layers.items():
+            keys.sort(key=lambda key: int(re.search(r"experts\.(\d+)", key)[1]))
+            matrices = [
+                [found.pop(key.replace(f".{gate}.", f".{each}.")) for each in (gate, up, down)]
+                for key in keys
+            ]
+            gates, ups, downs = map(np.stack, zip(*matrices, strict=True))
+            found[f"{layer}mlp.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+            found[f"{layer}mlp.experts.down_proj"] = downs
+        return {key.replace("block_sparse_moe.gate", "mlp.gate"): x for key, x in found.items()}
+
+    folder = runs.altered(tmp_path, name, fused)
+    assert any("gate_up_proj" in key for key in runs.tensors(folder))
+    assert_loads(folder, name)
