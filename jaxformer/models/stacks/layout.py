@@ -52,11 +52,18 @@ def layer_config(config: ModelConfig, i: int) -> ModelConfig:
 
 def kinds(config: ModelConfig, source_width: int | None = None) -> tuple[Kind, ...]:
     """The first layers, up to where mixers, feed-forwards, blocks and positions repeat."""
-    period = math.lcm(*(len(as_pattern(getattr(config, name))) for name in BY_LAYER))
-    return tuple(
-        sublayers.kind(layer_config(config, i), source_width)
-        for i in range(min(period, config.num_layers))
-    )
+    patterns = [as_pattern(getattr(config, name)) for name in BY_LAYER]
+    period = math.lcm(*map(len, patterns))
+    made: list[tuple[list, Kind]] = []  # equal layers are made once
+    found = []
+    for i in range(min(period, config.num_layers)):
+        parts = [pattern[i % len(pattern)] for pattern in patterns]
+        kind = next((kind for known, kind in made if known == parts), None)
+        if kind is None:
+            kind = sublayers.kind(layer_config(config, i), source_width)
+            made.append((parts, kind))
+        found.append(kind)
+    return tuple(found)
 
 
 def period(config: ModelConfig, segment: Segment) -> int:
