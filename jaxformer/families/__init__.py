@@ -21,6 +21,7 @@ the shortest example.
 # ruff: noqa: F401 (names that the package offers)
 from jaxformer.families.comparison import differences
 from jaxformer.families.family import Family, Rule, rules
-from jaxformer.families.folder import FAMILIES, Checkpoint, load, read_config, save
+from jaxformer.families.folder import Checkpoint, load, read_config, save
 from jaxformer.families.initial import HuggingFace
+from jaxformer.families.known import FAMILIES
 from jaxformer.families.tokens import Tokens, token_filters

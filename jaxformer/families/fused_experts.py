@@ -27,8 +27,10 @@ class Names(NamedTuple):
 # by model_type
 NAMES = dict.fromkeys(("qwen2_moe", "qwen3_moe", "deepseek_v3"), Names())
 NAMES["mixtral"] = Names(
-    *(f"block_sparse_moe.experts.{{}}.{name}.weight" for name in ("w1", "w3", "w2")),
-    "block_sparse_moe.gate.weight",
+    gate="block_sparse_moe.experts.{}.w1.weight",
+    up="block_sparse_moe.experts.{}.w3.weight",
+    down="block_sparse_moe.experts.{}.w2.weight",
+    router="block_sparse_moe.gate.weight",
 )
 
 

@@ -108,6 +108,7 @@ def _write(config: Any) -> Json:
     half = next((half for half in halves if half is not None), 64)
     c = write_fields(config, FIELDS) | write_biases(config, BIASES)
     c |= {"layer_types": kinds, "local_attention": max(2 * half, 1)}
+    c["cls_token_id"] = None  # theirs has a default, which other vocabularies do not have
     c["rope_parameters"] = write_ropes(ropes, THETAS)["rope_parameters"]
     for kind, name in OLD_THETAS.items():
         c[name] = c["rope_parameters"][kind]["rope_theta"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxformer import models, params
 from jaxformer.errors import ConfigError
-from jaxformer.families.folder import FAMILIES, write_settings
+from jaxformer.families.known import FAMILIES, write_settings
 from jaxformer.zoo import PRESETS
 
 

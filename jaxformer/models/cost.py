@@ -101,7 +101,7 @@ def training_flops(
     source = length if source is None else source
 
     def width(stack):
-        return stack.num_layers * stack.num_heads * stack.head_size
+        return layer_runs(stack) * stack.num_heads * stack.head_size
 
     passes = _passes(config, trained)
 
@@ -116,6 +116,15 @@ def training_flops(
     else:
         attention = backward("layers") * width(config) * length
     return _weight_flops(config, length, source, trained) + round(attention)
+
+
+def layer_runs(config: ModelConfig) -> int:
+    """The number of layers that a token runs through.
+
+    A stack of one's own that repeats layers says it by a method `layer_runs(config)`.
+    """
+    of_stack = getattr(config.stack, "layer_runs", None)
+    return config.num_layers if of_stack is None else of_stack(config)
 
 
 def _weight_flops(
@@ -183,6 +192,8 @@ def products(config: ModelConfig | EncoderDecoder) -> dict[str, tuple[int, float
             visited = feed(layout.of_parameter(stack, path)).visited
             E = leaf.shape[leaf.axes.index("expert")]
             share = 1.0 if visited is None else visited / E
+        if "layers" in leaf.axes:
+            share *= layer_runs(stack) / stack.num_layers
         head = next(
             (head for head in stack.heads if f"heads/{getattr(head, 'name', None)}/" in path), None
         )

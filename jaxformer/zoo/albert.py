@@ -85,6 +85,10 @@ class Repeated:
         for count in self.times:
             check_whole("Repeated.times", count, least=0)
 
+    def layer_runs(self, config: ModelConfig) -> int:
+        """The number of layers that a token runs through, for `models.cost`."""
+        return sum(self.times) * config.num_layers // len(self.times)
+
     def __call__(
         self, config: ModelConfig, layers: Layers, x: Float[Array, "B T D"], context: Context
     ) -> tuple[Float[Array, "B T D"], LayerOutput]:

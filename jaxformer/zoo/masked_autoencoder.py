@@ -85,7 +85,7 @@ class KeptPatches:
     The position is added before the choice. He et al. 2021, section 3.
     """
 
-    patches: Patches
+    patches: Patches  # how an image is cut; its class token is not read
     ratio: float = 0.75  # of the patches that are hidden
 
     def __post_init__(self):
@@ -156,10 +156,10 @@ class PixelDecoder:
     `reconstruction_loss` compares them with the image. He et al. 2021, section 3.
     """
 
-    d_model: int = 512
-    num_layers: int = 8
-    num_heads: int = 16
-    d_ff: int = 2048
+    d_model: int = 512  # width of the decoder
+    num_layers: int = 8  # layers of the decoder
+    num_heads: int = 16  # query heads of a layer
+    d_ff: int = 2048  # width of the feed-forward
     normalised: bool = False  # whether the loss compares with pixels normalised by patch
     name: str = "reconstruction"  # key of its parameters and of its output
 

@@ -33,9 +33,9 @@ class Projection:
     model's is for tables of that width (`zoo.Factorised`).
     """
 
-    activation: str = "gelu"
+    activation: str = "gelu"  # between the map and the norm
     width: int | None = None  # features of the result; None: those of the hidden states
-    bias: bool = True
+    bias: bool = True  # of the map
 
     _check = require_numbers(width=1)
 
@@ -70,10 +70,10 @@ class ProjectedClasses:
     ModernBERT: Warner et al. 2024, arXiv:2412.13663, in the published code.
     """
 
-    classes: int
+    classes: int  # number of classes
     # None: classes of each position; else those of `models.Classification`
     pool: Literal["first", "mean", "last", "position_0"] | None = None
-    projection: Projection = Projection()
+    projection: Projection = Projection()  # before the classes
     name: str = "classification"  # key of its parameters and of its output
 
     __post_init__ = require_numbers(classes=1)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxformer import families, models, zoo
 from jaxformer.decoding import Sampling, generate
 from jaxformer.errors import ConfigError
-from jaxformer.families import Checkpoint, Tokens, folder as hf_folder
+from jaxformer.families import Checkpoint, Tokens, known
 from jaxformer.families.decoder import left_window
 from jaxformer.families.tied_head import names_in_file
 from jaxformer.interop import safetensors
@@ -242,18 +242,17 @@ def test_one_model_in_the_words_of_several_families(tmp_path):
 @pytest.mark.thorough
 def test_presets_are_written_where_transformers_has_their_model():
     """It has none with GPT-3's bands, the biases of 2017, GPT-1's norms behind a table without an
-    offset, PaLM's, Linformer or Performer; it never adds Reformer's output bias. One size stands
-    for all of a name."""
+    offset, PaLM's, Linformer or Performer. One size stands for all of a name."""
 
     def is_refused(preset):
         try:
-            return not hf_folder.write_settings(preset, None, families.FAMILIES)
+            return not known.write_settings(preset, None, families.FAMILIES)
         except ConfigError:
             return True
 
     sizes = {name.split("_")[0]: preset for name, preset in zoo.PRESETS.items()}
     refused = {name for name, preset in sizes.items() if is_refused(preset)}
-    without = {"gpt1", "gpt3", "palm", "transformer", "linformer", "performer", "reformer"}
+    without = {"gpt1", "gpt3", "palm", "transformer", "linformer", "performer"}
     assert refused == without
 
 

@@ -22,6 +22,7 @@ from jaxformer.models.config import TokenClassification
 from jaxformer.models.vision import Reconstruction
 from jaxformer.tools.planning import flops
 from jaxformer.zoo import PRESETS
+from jaxformer.zoo.albert import Factorised, Repeated
 from jaxformer.zoo.linformer import Linformer
 
 
@@ -120,9 +121,11 @@ IMAGES = replace(
             replace(SMALL, mixer=Linformer(5, sharing))
             for sharing in ("headwise", "key_value", "layerwise")
         ),
+        replace(SMALL, stack=Repeated((2, 0, 3)), embedding=Factorised(8), tie_embeddings=False),
     ],
     ids=lambda config: (
         f"{type(config.mixer).__name__}-{config.heads}-{type(config.embedding).__name__}"
+        f"-{type(config.stack).__name__}"
     ),
 )
 def test_the_closed_form_is_what_the_program_multiplies(config):
@@ -134,7 +137,7 @@ def test_the_closed_form_is_what_the_program_multiplies(config):
         given = jax.ShapeDtypeStruct((1, 8, 8, 3), jnp.float32)
     forward = jax.eval_shape(lambda: models.init(config, jax.random.key(0)))
     counted = flops.count(partial(models.apply, config), forward, given).matmul / 2
-    attended = 2 * config.num_layers * config.d_model * keys * T
+    attended = 2 * cost.layer_runs(config) * config.d_model * keys * T
     assert counted == pytest.approx(
         attended + T * sum(size * share for size, share in cost.products(config).values())
     )

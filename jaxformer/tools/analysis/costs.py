@@ -90,7 +90,7 @@ def _mixing(config: Any, length: int, batch: int) -> Part:
     flops_total = 0.0
     moved = 0.0
     for stack, cross_layers in stacks:
-        if stack.mixer is None:
+        if stack.mixer is None and cost.layer_runs(stack) == stack.num_layers:
             flops_total += sum(scores_by_layer(stack, length, batch))
         else:
             flops_total += _counted(stack, length, batch)

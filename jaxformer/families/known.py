@@ -1,0 +1,94 @@
+"""The known families, by the model_type of config.json, and which of them can express a config."""
+
+from collections.abc import Mapping
+
+from jaxformer import models
+from jaxformer.errors import ConfigError
+from jaxformer.families import (
+    albert,
+    bart,
+    bert,
+    bigbird,
+    bloom,
+    clip,
+    cohere,
+    deberta_v2,
+    deepseek_v3,
+    deit,
+    dinov2,
+    distilbert,
+    electra,
+    falcon,
+    gemma,
+    glm4,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    granite,
+    llama,
+    longformer,
+    marian,
+    modernbert,
+    olmo,
+    opt,
+    phi,
+    qwen_moe,
+    reformer,
+    siglip,
+    smollm3,
+    stablelm,
+    starcoder2,
+    t5,
+    vit,
+    vit_mae,
+    whisper,
+)
+from jaxformer.families.comparison import fields_with_effect
+from jaxformer.families.family import Family, plan
+from jaxformer.families.tied_head import Config, with_stack
+from jaxformer.interop.safetensors import list_names
+
+# the known families, in the order in which `save` tries them
+KNOWN = (
+    gpt2, llama, olmo, qwen_moe, gemma, gpt_oss, phi, granite, smollm3, starcoder2, stablelm,
+    glm4, cohere, gpt_neox, gptj, falcon, bloom, opt, deepseek_v3, reformer, bert, distilbert,
+    electra, albert, modernbert, deberta_v2, longformer, bigbird, vit, deit, dinov2, clip, siglip,
+    vit_mae, t5, bart, marian, whisper,
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {
+    kind: family for module in KNOWN for kind, family in module.FAMILIES.items()
+}
+
+
+def write_settings(config: Config, model_type: str | None, families: Mapping[str, Family]) -> dict:
+    """config.json of the first family that can express the config.
+
+    A family can express a config if it reads the same config from the file that it writes.
+    """
+    if model_type is not None and model_type not in families:
+        raise ConfigError(f"model_type={model_type!r}: expected one of {', '.join(families)}")
+    reason = ""
+    for kind in families if model_type is None else [model_type]:
+        family = families[kind]
+        try:
+            settings = family.write(config) | {"model_type": kind}
+            copy = family.read(settings, plan(family, config))
+        except (ConfigError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            reason = f"cannot express this config ({error})"
+            continue
+        if family.tied_without_head:  # `load` reads from the weights whether it is tied
+            copy = with_stack(copy, tie_embeddings=models.last_stack(config).tie_embeddings)
+        fields, read = fields_with_effect(config), fields_with_effect(copy)
+        differences = [
+            name for name in fields | read if fields.get(name, ...) != read.get(name, ...)
+        ]
+        if not differences:
+            return settings
+        reason = f"cannot express {list_names(differences, str)}"
+    if model_type is None:
+        raise ConfigError(
+            f"no family of {', '.join(FAMILIES)} can express this config; "
+            "give model_type to see why"
+        )
+    raise ConfigError(f"model_type={model_type!r}: {reason}")
