@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxformer.errors import ConfigError
-from jaxformer.families.bert import FIELDS as BERT_FIELDS, TASKS
+from jaxformer.families.bert import FIELDS as BERT_FIELDS, TASKS, aliases_of, ignored_beside
 from jaxformer.families.classes import (
     POOLED,
     class_kind,
@@ -134,13 +134,8 @@ FAMILY = Family(
     _write,
     _rules,
     prefix="albert.",
-    # an untied head uses decoder.bias
-    ignored=Family._field_defaults["ignored"] + r"|^predictions\.bias$",
+    ignored=ignored_beside(LM),
     heads=r"(^|\.)pooler\.|^(predictions|sop_classifier|classifier|qa_outputs)\.",
-    aliases={
-        LM + "decoder.weight": TABLE,
-        LM + "decoder.bias": LM + "bias",
-        LM + "bias": LM + "decoder.bias",
-    },
+    aliases=aliases_of(LM, TABLE),
 )
 FAMILIES = {"albert": FAMILY}

@@ -62,20 +62,29 @@ class Encoder(NamedTuple):
 
 def encoder(family: Encoder) -> Family:
     """The family of BERT or of a relative."""
-    lm = family.lm_head
-    aliases = {lm + "decoder.weight": f"{family.base}.embeddings.word_embeddings.weight"}
-    aliases |= {lm + "decoder.bias": lm + "bias", lm + "bias": lm + "decoder.bias"}
-    # an untied head uses decoder.bias
-    ignored = Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$"
     return Family(
         read=partial(_read, family),
         write=partial(_write, family),
         rules=partial(_rules, family),
         prefix=family.base + ".",
-        ignored=ignored,
+        ignored=ignored_beside(family.lm_head),
         heads=HEADS,
-        aliases=aliases,
+        aliases=aliases_of(family.lm_head, f"{family.base}.embeddings.word_embeddings.weight"),
     )
+
+
+def ignored_beside(lm: str) -> str:
+    """`Family.ignored` for a masked language model whose names begin with `lm`.
+
+    An untied head uses decoder.bias, and the file also has the other bias.
+    """
+    return Family._field_defaults["ignored"] + rf"|^{re.escape(lm)}bias$"
+
+
+def aliases_of(lm: str, table: str) -> dict[str, str]:
+    """`Family.aliases` for a masked language model that may be tied to the `table`."""
+    biases = lm + "bias", lm + "decoder.bias"
+    return {lm + "decoder.weight": table} | dict(zip(biases, reversed(biases), strict=True))
 
 
 def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:

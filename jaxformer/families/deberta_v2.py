@@ -10,7 +10,13 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxformer.errors import ConfigError
-from jaxformer.families.bert import FIELDS as BERT_FIELDS, TASKS, encoder_rules
+from jaxformer.families.bert import (
+    FIELDS as BERT_FIELDS,
+    TASKS,
+    aliases_of,
+    encoder_rules,
+    ignored_beside,
+)
 from jaxformer.families.classes import count_labels, heads_by_class, read_heads, write_heads
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.settings import ACTIVATION, Json, Key, get, only, read_fields, write_fields
@@ -154,14 +160,11 @@ FAMILY = Family(
     _write,
     _rules,
     prefix="deberta.",
-    # an untied head uses decoder.bias; files have the positions of another head, as version 3 does
-    ignored=Family._field_defaults["ignored"]
-    + r"|^cls\.predictions\.bias$|\.position_embeddings\.weight$",
+    # files have the positions of another head, as version 3 does
+    ignored=ignored_beside(LM) + r"|\.position_embeddings\.weight$",
     heads=r"^(cls|lm_predictions|mask_predictions|pooler|classifier|qa_outputs)\.",
     aliases={
-        LM + "decoder.weight": TABLE,
-        LM + "decoder.bias": LM + "bias",
-        LM + "bias": LM + "decoder.bias",
+        **aliases_of(LM, TABLE),
         **{
             f"{NEW_LM}{new}.{leaf}": f"{LM}{old}.{leaf}"
             for old, new in NEW_NAMES.items()

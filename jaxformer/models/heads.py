@@ -129,19 +129,28 @@ def transform_of(config: ModelConfig, head: LanguageModel) -> Transform | None:
         return None
     if callable(head.transform):
         return head.transform(config)
-    D = config.hidden_width
-    activation = ACTIVATIONS[head.transform]
-    spec = {
-        **params.linear((D, D), ("embed", None), ("embed",), normal(config.std), bias=False),
-        "bias": Spec((D,), ("embed",), zeros),  # it keeps the axis "embed"
-        "norm": norm_spec(config, D),
-    }
+    return projection(config, head.transform)
 
-    def apply(params: Tree, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        hidden = activation(linear("btd,dc->btc", hidden, params))
+
+def projection(
+    config: ModelConfig, activation: str, width: int | None = None, bias: bool = True
+) -> Transform:
+    """norm(activation(x W + b)), with `width` features; None: those of the hidden states.
+
+    BERT: Devlin et al. 2018, arXiv:1810.04805, in the published code.
+    """
+    D = config.hidden_width
+    width = width or D
+    spec = params.linear((D, width), ("embed", None), ("embed",), normal(config.std), bias=False)
+    spec["norm"] = norm_spec(config, width)
+    if bias:
+        spec["bias"] = Spec((width,), ("embed",), zeros)  # it keeps the axis "embed"
+
+    def apply(params: Tree, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        hidden = ACTIVATIONS[activation](linear("btd,dc->btc", hidden, params))
         return norm(config, params["norm"], hidden)
 
-    return Transform(spec, apply, D)
+    return Transform(spec, apply, width)
 
 
 def row_width(config: ModelConfig, head: LanguageModel) -> int:

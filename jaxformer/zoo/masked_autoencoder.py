@@ -21,7 +21,7 @@ from jaxformer.models.config import ModelConfig, Patches, TokenClassification
 from jaxformer.models.embedding import Embedder
 from jaxformer.models.heads import Head
 from jaxformer.models.inputs import Inputs, Output
-from jaxformer.models.layer import linear
+from jaxformer.models.layer import Context, linear
 from jaxformer.params import Spec, Tree
 
 
@@ -105,7 +105,9 @@ class KeptPatches:
             "positions": positions_spec(plain.grid, config.d_model),
         }
 
-        def apply(params: Tree, x: Float[Array, "B height width C"], inputs) -> Array:
+        def apply(
+            params: Tree, x: Float[Array, "B height width C"], inputs: Tree, context: Context
+        ) -> Array:
             x = embedding.embed(images, {"patches": params["patches"]}, x, None)
             table = params["positions"].astype(x.dtype)
             by_noise, _ = order(noise_of(inputs))
@@ -136,7 +138,7 @@ class Latents:
             "positions": positions_spec(self.grid, D),
         }
 
-        def apply(params: Tree, x: Float[Array, "B T D"], inputs) -> Array:
+        def apply(params: Tree, x: Float[Array, "B T D"], inputs: Tree, context: Context) -> Array:
             x = linear("btd,dc->btc", x, params["latents"])
             B, seen = len(x), x.shape[1] - 1
             hidden = self.grid[0] * self.grid[1] - seen

@@ -11,18 +11,16 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array
-from jax.nn.initializers import normal, zeros
+from jax.nn.initializers import normal
 from jaxtyping import Float
 
 from jaxformer import params
 from jaxformer.errors import ConfigError
 from jaxformer.models.checks import require_numbers
 from jaxformer.models.config import ModelConfig
-from jaxformer.models.heads import Head, Transform, pool
+from jaxformer.models.heads import Head, Transform, pool, projection
 from jaxformer.models.layer import Tree, linear
-from jaxformer.models.norm import norm, norm_spec
 from jaxformer.ops.feedforward import ACTIVATIONS
-from jaxformer.params import Spec
 
 
 @dataclass(frozen=True)
@@ -48,19 +46,7 @@ class Projection:
             )
 
     def __call__(self, config: ModelConfig) -> Transform:
-        D = config.hidden_width
-        width = self.width or D
-        start = normal(config.std)
-        spec = params.linear((D, width), ("embed", None), ("embed",), start, bias=False)
-        spec["norm"] = norm_spec(config, width)
-        if self.bias:
-            spec["bias"] = Spec((width,), ("embed",), zeros)
-
-        def apply(tree: Tree, hidden: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
-            hidden = ACTIVATIONS[self.activation](linear("btd,dc->btc", hidden, tree))
-            return norm(config, tree["norm"], hidden)
-
-        return Transform(spec, apply, width)
+        return projection(config, self.activation, self.width, self.bias)
 
 
 @dataclass(frozen=True)

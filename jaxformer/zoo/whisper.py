@@ -17,7 +17,7 @@ from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import causal, full
 from jaxformer.models.config import EncoderDecoder, LanguageModel, Learned, ModelConfig
 from jaxformer.models.embedding import Embedder
-from jaxformer.models.layer import linear
+from jaxformer.models.layer import Context, linear
 from jaxformer.params import Spec, Tree, linear as linear_spec
 
 BIASES = "query|value|out|up|down|norm"  # maps with a bias; keys have none
@@ -69,7 +69,9 @@ class MelFrames:
         def fixed(key, shape, dtype=jnp.float32):
             return jnp.asarray(sinusoids(*shape), dtype)
 
-        def apply(params: Tree, frames: Float[Array, "B T C"], inputs: Tree = None):
+        def apply(
+            params: Tree, frames: Float[Array, "B T C"], inputs: Tree, context: Context
+        ) -> Float[Array, "B S D"]:
             if frames.ndim != 3 or frames.shape[2] != self.mel_bins:
                 raise ConfigError(
                     f"apply: source {list(frames.shape)}: expected [B, frames, {self.mel_bins}]"

@@ -957,17 +957,18 @@ def test_heads_of_decoders(tmp_path):
 
 
 @pytest.mark.thorough
-def test_an_output_bias_that_transformers_never_adds(tmp_path):
-    """A Reformer has none unless asked; one that is trained with it is not written, since it would
-    be lost."""
+def test_an_output_bias_that_transformers_5_23_does_not_add(tmp_path):
+    """A Reformer has none unless asked, or unless its file has that of 5.24, which is written."""
     trained = golden.folder("reformer")
     assert not load("reformer")[0].heads[0].bias
     config, params = read(trained, heads=(LanguageModel(bias=True),))
     np.testing.assert_array_equal(
         params["heads"]["language_model"]["bias"], runs.tensors(trained)["lm_head.bias"]
     )
-    with pytest.raises(ConfigError, match="heads"):
-        save(tmp_path / "saved", config, params, model_type="reformer")
+    save(tmp_path / "with", config, params, model_type="reformer")
+    written = runs.tensors(tmp_path / "with")["lm_head.decoder.bias"]
+    np.testing.assert_array_equal(written, params["heads"]["language_model"]["bias"])
+    assert read(tmp_path / "with")[0] == config
     save(tmp_path / "saved", *load("reformer"))
     # theirs pads with it
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["pad_token_id"] == 0

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -64,8 +64,8 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     K = model.kv_heads
     H = model.head_size
     L = model.num_layers / shape["stage"]
-    layers = map(partial(layout.layer_config, model), range(model.num_layers))
-    experts = max(feed(layer).visited or 1 for layer in layers)
+    feedforwards = set(layout.as_pattern(model.feedforward))
+    experts = max(feed(replace(model, feedforward=each)).visited or 1 for each in feedforwards)
     inner = tokens * width * (2 * (N + K) * H + 3 * experts * model.ff_width) / split
     stream = tokens * D * width
     attended = tokens * N * H * width / split
