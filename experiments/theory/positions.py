@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer import models
+from jaxformer import masks, models
 from jaxformer.models import ModelConfig, Sinusoidal, embedding
 from jaxformer.models.config import Alibi, Axial, Embedding, Learned, Relative
+from jaxformer.models.layer import Context
 from jaxformer.models.mixers.attention import score_bias
 from jaxformer.ops.bias import Bias, shaw
 from jaxformer.ops.positions import Rope, rope
@@ -64,7 +65,8 @@ def encoding(config: ModelConfig, tree: Tree, length: int) -> Encoding:
             if "positions" in tree.get("embedding", {}):
                 tables["positions"] = tree["embedding"]["positions"]
             bare = replace(config, embedding=Embedding(), vocab_size=1, heads=())
-            vectors = embedding.embed(bare, tables, jnp.zeros_like(numbers), numbers)[0]
+            context = Context(masks.full(), numbers)
+            vectors = embedding.embed(bare, tables, jnp.zeros_like(numbers), context)[0]
         case Rope():
             ones = jnp.ones((1, length, 1, config.head_size))
             vectors = rope(ones, numbers, positions)[0, :, 0]

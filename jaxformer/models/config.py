@@ -269,7 +269,7 @@ class ModelConfig:
     # query key value out up gate down norm patches
     use_bias: bool | str = True
     # from tokens or images to the first hidden states;
-    # your own: config -> models.embedding.Embedder
+    # your own: config -> models.layer.Embedder
     embedding: Embedding | Patches | Callable = Embedding()
     # they read the hidden states; your own: config -> models.heads.Head; (): a stack without heads
     heads: tuple[LanguageModel | Classification | TokenClassification | Callable, ...] = (

@@ -1,9 +1,5 @@
 """From tokens or images to the first hidden states."""
 
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -11,12 +7,12 @@ from jax.nn.initializers import normal
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
-from jaxformer import masks, params
 from jaxformer.config import code
 from jaxformer.errors import ConfigError
 from jaxformer.models.config import Embedding, ModelConfig, Patches
-from jaxformer.models.layer import Context, linear
+from jaxformer.models.layer import Context, Embedder
 from jaxformer.models.norm import norm, norm_spec
+from jaxformer.models.patches import patch_embedder, patches as patches
 from jaxformer.models.position_table import table_of
 from jaxformer.ops.positions import learned
 from jaxformer.ops.stored_weight import StoredWeight
@@ -24,140 +20,105 @@ from jaxformer.params import Spec, Tree
 from jaxformer.sharding import mesh_axes, with_logical_constraint
 
 
-def token_length(tokens: Array) -> int:
-    """T of tokens `[B, T, ...]`."""
-    return tokens.shape[1]
-
-
-def as_it_is(params: Tree, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
-    """x: nothing follows the sum of the vectors."""
-    return x
-
-
-class Embedder(NamedTuple):
-    """An embedding of your own. `ModelConfig.embedding` may be any function `config -> Embedder`.
-
-    Absolute positions of the config are added to the result of `apply`, then `end` follows. The
-    context has the positions, the token types and the padding mask.
-    """
-
-    spec: Tree  # of `Spec`; with a table `tokens` [V, D], a language model's head may read by it
-    # (params, tokens or other arrays of `models.apply`, its `inputs`, Context) -> [B, T, width]
-    apply: Callable
-    length: Callable = token_length  # the arrays -> T, the number of their positions
-    width: int | None = None  # features of the result of `apply` and of the positions; None: D
-    end: Callable = as_it_is  # (params, the sum [B, T, width], Context) -> [B, T, D]
+def embedder_of(config: ModelConfig) -> Embedder:
+    """The embedding of the config: of tokens, of images, or the user's own."""
+    match config.embedding:
+        case Embedding():
+            return token_embedder(config, config.embedding)
+        case Patches():
+            return patch_embedder(config, config.embedding)
+    return config.embedding(config)
 
 
 def spec(config: ModelConfig) -> Tree:
     """Parameters of the embedding."""
-    embedding = config.embedding
-    D = config.d_model
-    start = normal(config.std)
-
-    def table(axis, count):
-        return Spec((count, D), (axis, "embed"), start)
-
-    tree: Tree = {}
-    width = D
-    if isinstance(embedding, Patches):
-        pixels = embedding.channels, *embedding.patch
-        axes = "channel", "line", "column"
-        init = normal(math.prod(pixels) ** -0.5)
-        tree["patches"] = params.linear(
-            (*pixels, D), (*axes, "embed"), axes, init, config.has_bias("patches")
-        )
-        for name in ("class_token", "mask_token"):
-            if getattr(embedding, name):
-                tree[name] = Spec((D,), ("embed",), start)
-        if embedding.extra_tokens:
-            tree["extra_tokens"] = table(None, embedding.extra_tokens)
-    elif isinstance(embedding, Embedding):
-        tree["tokens"] = table("vocab", config.vocab_size)
-        if embedding.token_types:
-            tree["token_types"] = table(None, embedding.token_types)
-        if embedding.norm:
-            tree["norm"] = norm_spec(config)
-    else:
-        embedder = embedding(config)
-        tree |= embedder.spec
-        width = embedder.width or D
-    of_positions = table_of(config, config.positions, width)
-    if of_positions is not None and of_positions.spec:
-        tree["positions"] = of_positions.spec
-    return tree
+    embedder = embedder_of(config)
+    of_positions = table_of(config, config.positions, embedder.width)
+    if of_positions is None or not of_positions.spec:
+        return embedder.spec
+    return embedder.spec | {"positions": of_positions.spec}
 
 
 def length(config: ModelConfig, inputs: Array) -> int:
-    """The number of positions of tokens `[B, T]` or images `[B, height, width, C]`."""
-    if isinstance(config.embedding, Embedding):
-        return inputs.shape[1]
-    if not isinstance(config.embedding, Patches):
-        return config.embedding(config).length(inputs)
-    shape = inputs.shape[1:]
-    expected = *config.embedding.image, config.embedding.channels
-    if shape != expected:
-        raise ConfigError(
-            f"images {shape} where model.embedding expects {expected}; "
-            "resize them, or use models.vision.resize"
-        )
-    return config.embedding.length
+    """The number of positions of tokens `[B, T]` or images `[B, height, width, C]`.
+
+    Raises ConfigError for tokens or images that do not fit the config.
+    """
+    return embedder_of(config).length(inputs)
 
 
 def embed(
-    config: ModelConfig,
-    params,
-    inputs,
-    positions,
-    token_types=None,
-    dtype=None,
-    masked=None,
-    extra: Tree = None,
-    context: Context | None = None,
+    config: ModelConfig, params: Tree, tokens: Array, context: Context, inputs: Tree = None
 ) -> Float[Array, "B T D"]:
-    """Embeddings of tokens times the scale, or of patches, plus token types and absolute positions.
+    """The first hidden states: `Embedder.apply`, plus absolute positions, then `Embedder.end`.
 
-    A norm follows, if the config has one. Flags `masked` `[B, patches]` put the mask token in the
-    place of patches; raises ConfigError if the model has no mask token. `extra` is the `inputs` of
-    `models.apply`: an `Embedder` of the user's own reads it, and the `context`.
+    `tokens` are tokens `[B, T]`, images, or what the user's own embedding reads. `inputs` is the
+    argument of `models.apply`.
     """
-    embedding = config.embedding
-    embedder = None
-    if isinstance(embedding, Patches):
-        dtype = dtype or params["patches"]["kernel"].dtype
-        x = _embed_images(config, params, inputs.astype(dtype), masked)
-    elif isinstance(embedding, Embedding):
-        table = params["tokens"]
-        dtype = dtype or getattr(table, "dtype", jnp.float32)
-        x = look_up(table, inputs, dtype) * embedding.scale
-        if embedding.token_types:
-            types = jnp.zeros_like(inputs) if token_types is None else token_types
-            x = x + learned(types, params["token_types"])
-    else:
-        embedder = embedding(config)
-        context = context or Context(masks.full(), positions, token_types=token_types)
-        x = _apply(embedder, params, inputs, extra, context)
-        dtype = dtype or x.dtype
-    width = None if embedder is None else embedder.width
-    if (of_positions := table_of(config, config.positions, width)) is not None:
-        vectors = of_positions.apply(params.get("positions", {}), positions)
-        # a fixed table is rounded to the model's precision; a trained table is added in its own
-        x = x + (vectors if of_positions.spec else vectors.astype(x.dtype))
-    if isinstance(embedding, Embedding) and embedding.norm:
-        x = norm(config, params.get("norm", {}), x)
-    if embedder is not None:
-        x = embedder.end(params, x, context)
+    embedder = embedder_of(config)
+    x = _apply(embedder, params, tokens, inputs, context)
+    dtype = context.dtype or x.dtype
+    x = add_positions(config, params, x, context.positions)
+    x = embedder.end(params, x, context)
     return with_logical_constraint(x.astype(dtype), "batch", "length", None)
 
 
-def _apply(embedder: Embedder, params: Tree, inputs, extra: Tree, context: Context) -> Array:
+def _apply(embedder: Embedder, params: Tree, tokens, inputs: Tree, context: Context) -> Array:
     """The result of `Embedder.apply`.
 
     Embeddings in older files have three parameters. They are called without the context.
     """
     if len(code.positional_names(embedder.apply)) == 3:
-        return embedder.apply(params, inputs, extra)
-    return embedder.apply(params, inputs, extra, context)
+        return embedder.apply(params, tokens, inputs)
+    return embedder.apply(params, tokens, inputs, context)
+
+
+def add_positions(
+    config: ModelConfig, params: Tree, x: Float[Array, "B T W"], positions: Int[Array, "_ T"]
+) -> Float[Array, "B T W"]:
+    """x plus the vectors of absolute positions, if the config has any."""
+    table = table_of(config, config.positions, x.shape[-1])
+    if table is None:
+        return x
+    vectors = table.apply(params.get("positions", {}), positions)
+    # a fixed table is rounded to the model's precision; a trained table is added in its own
+    return x + (vectors if table.spec else vectors.astype(x.dtype))
+
+
+def token_embedder(config: ModelConfig, embedding: Embedding) -> Embedder:
+    """Each token's row of a table, times a scale, plus token types. A norm may follow positions."""
+    D = config.d_model
+    start = normal(config.std)
+    spec: Tree = {"tokens": Spec((config.vocab_size, D), ("vocab", "embed"), start)}
+    if embedding.token_types:
+        spec["token_types"] = Spec((embedding.token_types, D), (None, "embed"), start)
+    if embedding.norm:
+        spec["norm"] = norm_spec(config)
+
+    def apply(
+        params: Tree, tokens: Int[Array, "B T"], inputs: Tree, context: Context
+    ) -> Float[Array, "B T D"]:
+        table = params["tokens"]
+        dtype = context.dtype or getattr(table, "dtype", jnp.float32)
+        x = look_up(table, tokens, dtype) * embedding.scale
+        if embedding.token_types:
+            types = jnp.zeros_like(tokens) if context.token_types is None else context.token_types
+            x = x + learned(types, params["token_types"])
+        return x
+
+    def end(params: Tree, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+        return norm(config, params.get("norm", {}), x) if embedding.norm else x
+
+    return Embedder(spec, apply, check_tokens, end=end)
+
+
+def check_tokens(tokens: Array) -> int:
+    """T of tokens `[B, T]`. Raises ConfigError for anything but integers of two axes."""
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ConfigError(
+            f"apply: tokens {tokens.dtype}{list(tokens.shape)}: expected integers [B, T]"
+        )
+    return tokens.shape[1]
 
 
 def look_up(
@@ -189,41 +150,3 @@ def look_up(
         check_vma=False,
     )
     return on_shards(tokens, table)
-
-
-def _embed_images(config: ModelConfig, params: Tree, images, masked) -> Float[Array, "B T D"]:
-    embedding: Any = config.embedding
-    flat = params["patches"] | {"kernel": params["patches"]["kernel"].reshape(-1, config.d_model)}
-    x = linear("btp,pd->btd", patches(images, embedding.patch), flat)
-
-    if masked is not None:
-        if not embedding.mask_token:
-            raise ConfigError(
-                "inputs: masked patches, but model.embedding has no mask token; set mask_token=True"
-            )
-        if masked.shape != x.shape[:2]:
-            raise ConfigError(
-                f"inputs: masked {list(masked.shape)}: "
-                f"expected flags [B, patches], here {list(x.shape[:2])}"
-            )
-        x = jnp.where(masked[..., None], params["mask_token"].astype(x.dtype)[None, None], x)
-    first = [params[name] for name in ("class_token", "extra_tokens") if name in params]
-    if not first:
-        return x
-    shape = len(x), embedding.first_patch, config.d_model
-    tokens = jnp.concatenate([jnp.atleast_2d(vectors) for vectors in first]).astype(x.dtype)
-    return jnp.concatenate([jnp.broadcast_to(tokens[None], shape), x], axis=1)
-
-
-def patches(
-    images: Float[Array, "B height width C"], patch: tuple[int, int]
-) -> Float[Array, "B T P"]:
-    """Each patch as a vector (channel, then line, then column). The patches are line by line.
-
-    Pixels at the bottom and at the right that fill no patch are left out.
-    """
-    B, height, width, C = images.shape
-    down, across = height // patch[0], width // patch[1]
-    images = images[:, : down * patch[0], : across * patch[1]]
-    x = images.reshape(B, down, patch[0], across, patch[1], C).transpose(0, 1, 3, 5, 2, 4)
-    return x.reshape(B, down * across, -1)

@@ -35,7 +35,7 @@ class Context:
 
     mask: Mask  # which keys each query sees
     positions: Any  # of the tokens, [B or 1, T]
-    slot_positions: Any = None  # of all keys, [B or 1, S]; None: the position of a key is its index
+    key_positions: Any = None  # [B or 1, S]; None: the position of a key is its index
     # True: the caller of `apply` passed positions, so distances of positions may differ from those
     # of indices
     explicit_positions: bool = struct.field(pytree_node=False, default=False)
@@ -55,6 +55,8 @@ class Context:
     carry: Tree = None  # value passed from the previous layer
     padding_mask: Any = None  # [B, T], False for padding; None: there is none
     token_types: Any = None  # [B, T]; None: all 0
+    # of activations; None: that of the parameters
+    dtype: Any = struct.field(pytree_node=False, default=None)
     source: Source | None = None
     # tap(name, value) -> value: lets a caller of `apply` read or replace the value
     tap: Tap = struct.field(pytree_node=False, default=NOTHING)
@@ -63,6 +65,7 @@ class Context:
     real = property(lambda self: self.padding_mask)
     room = property(lambda self: self.cache_length)
     memo = property(lambda self: self.carry)
+    slot_positions = property(lambda self: self.key_positions)
     gaps = property(lambda self: self.explicit_positions)
 
 
@@ -163,6 +166,31 @@ class Block(NamedTuple):
     # (params of `stack_spec`, the stream, Context) -> [B, T, hidden_width]
     end: Callable = same_stream
     shared: Tree = None  # the spec of parameters that all layers have in common
+
+
+def token_length(tokens: Array) -> int:
+    """T of tokens `[B, T, ...]`."""
+    return tokens.shape[1]
+
+
+def as_it_is(params: Tree, x: Float[Array, "B T D"], context: Context) -> Float[Array, "B T D"]:
+    """x: nothing follows the sum of the vectors."""
+    return x
+
+
+class Embedder(NamedTuple):
+    """An embedding of your own. `ModelConfig.embedding` may be any function `config -> Embedder`.
+
+    Absolute positions of the config are added to the result of `apply`, then `end` follows. The
+    context has the positions, the token types, the padding mask and the dtype of activations.
+    """
+
+    spec: Tree  # of `Spec`; with a table `tokens` [V, D], a language model's head may read by it
+    # (params, tokens or other arrays of `models.apply`, its `inputs`, Context) -> [B, T, width]
+    apply: Callable
+    length: Callable = token_length  # the arrays -> T, the number of their positions
+    width: int | None = None  # features of the result of `apply` and of the positions; None: D
+    end: Callable = as_it_is  # (params, the sum [B, T, width], Context) -> [B, T, D]
 
 
 def linear_spec(config: ModelConfig, name: str, shape, axes, contracts, std: float) -> Tree:

@@ -45,6 +45,7 @@ def locate(
         inputs=inputs.inputs,
         padding_mask=inputs.padding_mask,
         token_types=inputs.token_types,
+        dtype=inputs.dtype,
         source=inputs.encoded,
         tap=tap(inputs.intermediates, inputs.edits),
     )

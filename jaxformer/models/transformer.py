@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from jaxformer import ops, params
 from jaxformer.errors import ConfigError
 from jaxformer.models import embedding, heads
-from jaxformer.models.config import Embedding, ModelConfig
+from jaxformer.models.config import ModelConfig
 from jaxformer.models.inputs import Inputs, Output
 from jaxformer.models.layer import Block, Layers
 from jaxformer.models.locate import locate
@@ -68,17 +68,11 @@ def check_params(declared: Tree, tree: Tree) -> None:
 
 
 def check_inputs(config: ModelConfig, inputs: Inputs) -> None:
-    """Raises ConfigError for tokens that are not integers `[B, T]`, and for unfit other inputs."""
-    tokens = inputs.tokens
-    reads_tokens = isinstance(config.embedding, Embedding)
-    if reads_tokens and (tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer)):
-        raise ConfigError(
-            f"apply: tokens {tokens.dtype}{list(tokens.shape)}: expected integers [B, T]"
-        )
+    """Raises ConfigError for tokens, images and other inputs that do not fit the config."""
     if inputs.source is not None:
         raise ConfigError("apply: only an encoder-decoder has a `source`")
-    B = tokens.shape[0]
-    T = embedding.length(config, tokens)
+    B = inputs.tokens.shape[0]
+    T = embedding.length(config, inputs.tokens)
     shapes_of_inputs = {
         "positions": [[B, T], [1, T]],
         "segment_ids": [[B, T]],
@@ -166,19 +160,9 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
     embedding_key = layers_key = None
     if inputs.dropout_key is not None:
         embedding_key, layers_key = jax.random.split(inputs.dropout_key)
-    masked = inputs.inputs.get("masked") if isinstance(inputs.inputs, dict) else None
     with jax.named_scope("embedding"):
-        x = embedding.embed(
-            config,
-            params["embedding"],
-            inputs.tokens,
-            context.positions,
-            token_types=inputs.token_types,
-            dtype=inputs.dtype,
-            masked=masked,
-            extra=inputs.inputs,
-            context=replace(context, dropout_key=embedding_key),
-        )
+        with_key = replace(context, dropout_key=embedding_key)
+        x = embedding.embed(config, params["embedding"], inputs.tokens, with_key, inputs.inputs)
         x = context.tap("embedding", ops.dropout(x, config.dropout_rate, embedding_key))
     layers = Layers(
         params["layers"],

@@ -132,7 +132,7 @@ def check_scores(experiment: Experiment, recipe: Recipe, dataset) -> bool:
     batch = batching.ValidationBatches(dataset.validation, experiment.batch_size)[0]
     trained = abstract_state(recipe).params
     references = abstract_references(recipe)
-    sums = jax.eval_shape(recipe.score, trained, batch, jax.random.key(0), 0, references)
+    sums = jax.eval_shape(recipe.eval_loss, trained, batch, jax.random.key(0), 0, references)
     found = [
         "loss",
         *(("perplexity", "bits") if has_perplexity(sums) else ()),

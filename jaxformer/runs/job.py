@@ -23,7 +23,7 @@ from jaxformer.runs.checks import can_sample, evaluate_on
 from jaxformer.runs.own_answers import generator_of
 from jaxformer.runs.placement import Placement, place_step
 from jaxformer.runs.profile import place_of_profile
-from jaxformer.runs.references import Frozen, with_references
+from jaxformer.runs.references import References, with_references
 from jaxformer.runs.run import sample_text
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.runs.scores import evaluator, examples_scored
@@ -69,7 +69,9 @@ class Job:
     makes_answers: bool = False  # whether the data have a `generate` of their own
 
 
-def prepare(setup: Setup, references: Frozen, refresh: Callable[[RunFolder], Any] | None) -> Job:
+def prepare(
+    setup: Setup, references: References, refresh: Callable[[RunFolder], Any] | None
+) -> Job:
     """The parts of an experiment that the loop needs."""
     experiment = setup.experiment
     recipe = setup.recipe
@@ -128,7 +130,7 @@ def prepare(setup: Setup, references: Frozen, refresh: Callable[[RunFolder], Any
     )
 
 
-def metadata_of(setup: Setup, references: Frozen) -> dict[str, Any]:
+def metadata_of(setup: Setup, references: References) -> dict[str, Any]:
     """The metadata of every checkpoint: which data, order, config and references it is of."""
     metadata = {
         "data_digest": setup.dataset.digest,
@@ -173,7 +175,7 @@ def seconds_at_peak(
 
 def explain_bad_step(
     setup: Setup,
-    references: Frozen,
+    references: References,
     place: Placement,
     batches: StepBatches,
     metadata: dict[str, Any],

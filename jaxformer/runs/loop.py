@@ -31,7 +31,7 @@ from jaxformer.runs.goodput import Goodput
 from jaxformer.runs.job import Job, prepare
 from jaxformer.runs.metrics import Record, open_loggers
 from jaxformer.runs.profile import Profile
-from jaxformer.runs.references import Frozen, check_references, read_references
+from jaxformer.runs.references import References, check_references, read_references
 from jaxformer.runs.reporter import UNRECORDED, Console, NonFinite, Reporter, in_words
 from jaxformer.runs.run_folder import RunFolder, describe
 from jaxformer.runs.same_data import check_data, warn_of_order
@@ -133,7 +133,7 @@ def open_checkpoints(setup: Setup) -> checkpoint.Manager:
 
 
 def restore(
-    setup: Setup, references: Frozen, manager: checkpoint.Manager, record: Record, watchdog: Any
+    setup: Setup, references: References, manager: checkpoint.Manager, record: Record, watchdog: Any
 ) -> tuple[TrainState, int]:
     """(state, steps done): the newest good checkpoint, or else the first state.
 
@@ -190,7 +190,9 @@ def open_console(setup: Setup, record: Record) -> Console:
     return Console(setup.experiment.steps, heard=is_first)
 
 
-def try_unknown_score(setup: Setup, references: Frozen, record: Record, state: TrainState) -> None:
+def try_unknown_score(
+    setup: Setup, references: References, record: Record, state: TrainState
+) -> None:
     """Tries the user's metrics where no earlier start shows whether they give the best's score.
 
     Raises ConfigError where they do not.

@@ -21,7 +21,7 @@ from jaxformer.runs.start import read_params
 from jaxformer.training.references import references_of
 
 
-class Frozen(NamedTuple):
+class References(NamedTuple):
     """The references of a run by name."""
 
     params: dict[str, Tree]
@@ -33,7 +33,7 @@ def read_references(
     mesh: jax.sharding.Mesh | None,
     runs: epath.PathLike = "runs",
     weights_of: Callable[[str], Callable] | None = None,
-) -> Frozen:
+) -> References:
     """The references of an experiment, split over the mesh by their specs' axes.
 
     Raises ConfigError for wrong shapes.
@@ -44,7 +44,7 @@ def read_references(
         key = jax.random.fold_in(params.random_key(experiment.seed), zlib.crc32(name.encode()))
         tree = read_params(f"references[{name!r}]", reference.initial, model, key, runs, weights_of)
         found[name] = tree if mesh is None else _split(tree, experiment.mesh.backend, model, mesh)
-    return Frozen(found, digests(found))
+    return References(found, digests(found))
 
 
 def _split(tree: Tree, backend: str, model: Any, mesh: jax.sharding.Mesh) -> Tree:

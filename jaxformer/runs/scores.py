@@ -59,7 +59,7 @@ def evaluator(
         trained: Any, batch: dict[str, Any], number: Any, step: Any, references: Any
     ):
         key = jax.random.fold_in(jax.random.fold_in(random_key(recipe.seed), 2), number)
-        return recipe.score(trained, batch, key, step, references)
+        return recipe.eval_loss(trained, batch, key, step, references)
 
     def batches(examples: int, size: int) -> Iterator[dict[str, Any]]:
         rows = processes.local_examples(mesh, size)

@@ -50,14 +50,15 @@ Loss = Callable[..., LossSums]
 class Recipe:
     """The functions and values of a training step.
 
-    `loss` and `score` are (trained, batch, key, step=0, references=None) -> LossSums. `trained` is
-    a tree that `spec` declares. `updates` of the sums are {path: new value} of its variables.
+    `loss` and `eval_loss` are (trained, batch, key, step=0, references=None) -> LossSums.
+    `trained` is a tree that `spec` declares. `updates` of the sums are {path: new value} of its
+    variables.
     """
 
     spec: Tree  # of the tree that trains: trained, frozen and variable leaves
     loss: Loss
     # without dropout, label smoothing and auxiliary losses; in micro-batches, like a step
-    score: Loss
+    eval_loss: Loss
     parts: Parts
     optimizer: optax.GradientTransformation
     schedule: Callable[[Any], Any]  # step -> learning rate
@@ -110,7 +111,7 @@ def build(experiment: Any) -> Recipe:
         getattr(experiment.objective, "evaluation", lambda: experiment.objective)()
     )
 
-    def score(
+    def eval_loss(
         trained: Tree, batch: Batch, key: Array, step: Any = 0, references: Any = None
     ) -> LossSums:
         context = parts.context(trained, key, dtype, step, references)
@@ -121,7 +122,7 @@ def build(experiment: Any) -> Recipe:
     return Recipe(
         spec=spec,
         loss=loss,
-        score=in_micro_batches(score, experiment.accumulation),
+        eval_loss=in_micro_batches(eval_loss, experiment.accumulation),
         parts=parts,
         frozen=frozen,
         mesh=mesh,
@@ -184,30 +185,30 @@ def trained_weights(experiment: Any) -> Callable[[str], bool] | None:
     return names.__contains__
 
 
-def in_micro_batches(score: Loss, count: int) -> Loss:
-    """The sums of `score`, computed in the memory of one micro-batch, like a training step.
+def in_micro_batches(eval_loss: Loss, count: int) -> Loss:
+    """The sums of `eval_loss`, computed in the memory of one micro-batch, like a training step.
 
     Each micro-batch has its own random key.
     """
     if count == 1:
-        return score
+        return eval_loss
 
     @sharding.auto_axes(P())
-    def scored(
+    def in_turn(
         trained: Tree, batch: Batch, key: Array, step: Any = 0, references: Any = None
     ) -> LossSums:
         parts = math.gcd(count, *(leaf.shape[0] for leaf in jax.tree.leaves(batch)))
         if parts == 1:
-            return score(trained, batch, key, step, references)
+            return eval_loss(trained, batch, key, step, references)
 
         return sum_over_micro_batches(
-            lambda micro_batch, key: score(trained, micro_batch, key, step, references),
+            lambda micro_batch, key: eval_loss(trained, micro_batch, key, step, references),
             batch,
             key,
             parts,
         )
 
-    return scored
+    return in_turn
 
 
 def example_lengths(experiment: Any, batch: dict[str, Any]) -> tuple[int, int | None]:

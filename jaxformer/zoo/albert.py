@@ -16,8 +16,8 @@ from jaxformer.masks import full
 from jaxformer.models.blocks import post_norm
 from jaxformer.models.checks import require_numbers
 from jaxformer.models.config import Classification, LanguageModel, ModelConfig
-from jaxformer.models.embedding import Embedder, look_up
-from jaxformer.models.layer import Context, LayerOutput, Layers, Tree, linear
+from jaxformer.models.embedding import look_up
+from jaxformer.models.layer import Context, Embedder, LayerOutput, Layers, Tree, linear
 from jaxformer.models.norm import norm, norm_spec
 from jaxformer.models.presets import sized
 from jaxformer.models.stacks import join_layers, layer_functions

@@ -16,12 +16,12 @@ from jaxtyping import Float, Int
 from jaxformer import params
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import full
-from jaxformer.models import embedding, transformer
+from jaxformer.models import transformer
 from jaxformer.models.config import ModelConfig, Patches, TokenClassification
-from jaxformer.models.embedding import Embedder
 from jaxformer.models.heads import Head
 from jaxformer.models.inputs import Inputs, Output
-from jaxformer.models.layer import Context, linear
+from jaxformer.models.layer import Context, Embedder, linear
+from jaxformer.models.patches import patch_embedder, patches
 from jaxformer.params import Spec, Tree
 
 
@@ -99,8 +99,8 @@ class KeptPatches:
 
     def __call__(self, config: ModelConfig) -> Embedder:
         plain = replace(self.patches, class_token=False)
-        images = replace(config, embedding=plain, positions=None, heads=())
-        spec = embedding.spec(images) | {
+        images = patch_embedder(config, plain)
+        spec = images.spec | {
             "class_token": Spec((config.d_model,), ("embed",), normal(config.std)),
             "positions": positions_spec(plain.grid, config.d_model),
         }
@@ -108,7 +108,7 @@ class KeptPatches:
         def apply(
             params: Tree, x: Float[Array, "B height width C"], inputs: Tree, context: Context
         ) -> Array:
-            x = embedding.embed(images, {"patches": params["patches"]}, x, None)
+            x = images.apply({"patches": params["patches"]}, x, None, context)
             table = params["positions"].astype(x.dtype)
             by_noise, _ = order(noise_of(inputs))
             x = take(x + table[None, 1:], by_noise[:, : self.kept])
@@ -117,7 +117,7 @@ class KeptPatches:
             return jnp.concatenate([first, x], axis=1)
 
         def length(x: Float[Array, "B height width C"]) -> int:
-            embedding.length(images, x)  # it checks the size of the images
+            images.length(x)  # it checks the size of the images
             return self.length
 
         return Embedder(spec, apply, length)
@@ -206,7 +206,7 @@ def reconstruction_loss(
     """
     patch = encoder.patches.patch
     C = images.shape[-1]
-    target = embedding.patches(images, patch)
+    target = patches(images, patch)
     shape = *target.shape[:2], C, patch[0] * patch[1]
     target = target.reshape(shape).swapaxes(2, 3).reshape(target.shape)
     if decoder.normalised:

@@ -16,8 +16,7 @@ from jaxtyping import Float
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import causal, full
 from jaxformer.models.config import EncoderDecoder, LanguageModel, Learned, ModelConfig
-from jaxformer.models.embedding import Embedder
-from jaxformer.models.layer import Context, linear
+from jaxformer.models.layer import Context, Embedder, linear
 from jaxformer.params import Spec, Tree, linear as linear_spec
 
 BIASES = "query|value|out|up|down|norm"  # maps with a bias; keys have none

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import decoding, models, params, zoo
+from jaxformer import decoding, masks, models, params, zoo
 from jaxformer.errors import ConfigError
 from jaxformer.models import EncoderDecoder, ModelConfig, blocks, embedding, sublayers
 from jaxformer.models.config import Alibi
@@ -286,7 +286,8 @@ def test_blocks_by_layer():
         config = replace(TINY, block=pattern)
         tree = params.init(models.spec(config), jax.random.key(0))
         tree = jax.tree.map(lambda leaf: leaf + 0.1, tree)
-        x = embedding.embed(config, tree["embedding"], TOKENS, jnp.arange(12)[None])
+        start = Context(masks.full(), jnp.arange(12)[None])
+        x = embedding.embed(config, tree["embedding"], TOKENS, start)
         for i, layer in enumerate(layout.unstacked(config, tree["layers"])):
             kind = sublayers.kind(replace(config, block=pattern[i % len(pattern)]))
             context = Context(config.masks[0], jnp.arange(12)[None], layer=i)

@@ -25,6 +25,7 @@ from jaxformer.models import (
     Sinusoidal,
     embedding,
 )
+from jaxformer.models.layer import Context
 from jaxformer.models.mixers.attention import attention, positions_spec
 from jaxformer.ops.bias import t5_bucket
 from jaxformer.params import Spec
@@ -63,7 +64,7 @@ def embedded(config, inputs, positions=None, **options):
         jnp.arange(embedding.length(config, inputs))[None] if positions is None else positions
     )
     return jax.tree.map(np.asarray, own), np.asarray(
-        embedding.embed(config, own, inputs, positions, **options)
+        embedding.embed(config, own, inputs, Context(masks.full(), positions, **options))
     )
 
 

@@ -90,7 +90,7 @@ def context_of(i, mask, constants, source=None):
 
 @partial(jax.jit, static_argnums=0)
 def looped(config, parameters, tokens, source=None):
-    x = embed(config, parameters["embedding"], tokens, jnp.arange(T)[None])
+    x = embed(config, parameters["embedding"], tokens, context_of(0, masks.full(), None))
     for i, (_, mine, mask, constants) in enumerate(by_layer(config, parameters)):
         width = None if source is None else source.shape[-1]
         kind = sublayers.kind(replace(config, mixer=kinds(config)[i], positions=None), width)
@@ -173,7 +173,7 @@ def test_patterns_of_any_period_equal_a_loop(name):
     are found by hand."""
     config = UNEVEN[name]
     parameters = random(config)
-    x = embed(config, parameters["embedding"], tokens(), jnp.arange(T)[None])
+    x = embed(config, parameters["embedding"], tokens(), context_of(0, masks.full(), None))
     losses = []
     for i, mine in enumerate(layout.unstacked(config, parameters["layers"])):
         here = layout.layer_config(config, i)
@@ -301,7 +301,7 @@ def test_a_decoder_of_different_kinds_reads_its_source():
 
 def streams(config, parameters, tokens):
     """Two streams, layer after layer: x1 + f(norm(x2)), x2 + g(norm(x1))."""
-    x1 = x2 = embed(config, parameters["embedding"], tokens, jnp.arange(T)[None])
+    x1 = x2 = embed(config, parameters["embedding"], tokens, context_of(0, masks.full(), None))
     for i, (mixer, mine, mask, constants) in enumerate(by_layer(config, parameters)):
         context = context_of(i, mask, constants)
         x1 = (

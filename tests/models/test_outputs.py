@@ -56,7 +56,8 @@ def looped(config, parameters, tokens, source=None):
     """The intermediates of one layer after the other, each name a list; and the last hidden
     states."""
     length = tokens.shape[1]
-    x = embed(config, parameters["embedding"], tokens, jnp.arange(length)[None])
+    start = Context(masks.full(), jnp.arange(length)[None])
+    x = embed(config, parameters["embedding"], tokens, start)
     found, slots = (
         {"embedding": [x]},
         layout.kinds(config, None if source is None else source.shape[-1]),

@@ -77,7 +77,7 @@ def ran():
     """Two steps on one device; one on the mesh, and then one on one device: states, metrics,
     scores."""
     recipe = build(EXPERIMENT)
-    step, score = jax.jit(make_train_step(recipe)), jax.jit(recipe.score)
+    step, score = jax.jit(make_train_step(recipe)), jax.jit(recipe.eval_loss)
     start, batch = jax.jit(partial(init_state, recipe))(), batch_of()
     first, metrics = step(start, batch)
     second, _ = step(first, batch)
@@ -177,7 +177,7 @@ def test_dropout_is_that_of_one_device(ran):
                 ran.first.params, jax.tree.map(lambda leaf: leaf[:1], same), jax.random.key(0)
             ).loss
         ),
-        float(recipe.score(ran.first.params, same, jax.random.key(0)).loss),
+        float(recipe.eval_loss(ran.first.params, same, jax.random.key(0)).loss),
     ]
     assert (
         losses[0] != losses[1]

@@ -71,7 +71,7 @@ def ran():
                 jax.jit(partial(init_state, build(EXPERIMENT)), out_shardings=places)()
             )
             batch = jax.device_put(batch, batch_sharding(mesh, batch))
-            score = jax.jit(recipe.score)
+            score = jax.jit(recipe.eval_loss)
             before = block_if_simulated(score(start.params, batch, jax.random.key(0)))
             after, metrics = block_if_simulated(
                 jax.jit(make_train_step(recipe), out_shardings=(places, None))(start, batch)

@@ -226,7 +226,7 @@ def bias_at_positions(bias, context: Context) -> Bias | Callable | Array:
     """
     by_distance = isinstance(bias, Bias) and bias.by_distance
     in_cache = context.state is not None
-    positions = context.slot_positions
+    positions = context.key_positions
     if not context.explicit_positions and (by_distance or (positions is None and not in_cache)):
         return bias
     if in_cache and context.explicit_positions:

@@ -216,7 +216,7 @@ def gradients(run: Run, batch: dict[str, jax.Array]) -> Callable[[], Any]:
     references = run.references
 
     def loss(trained: Tree, step: Any, references: Tree) -> jax.Array:
-        sums = run.recipe.score(trained, batch, jax.random.key(0), step, references)
+        sums = run.recipe.eval_loss(trained, batch, jax.random.key(0), step, references)
         return sums.loss / jnp.maximum(sums.weight, 1e-9)
 
     with run.on_mesh():

@@ -68,7 +68,9 @@ def trace(experiment: Any, devices: list) -> Traced:
         stage = step.trace(state, batch, references)
         key = jax.eval_shape(lambda: jax.random.key(0))
         step_number = jax.ShapeDtypeStruct((), np.int32)
-        evaluation = jax.jit(recipe.score).trace(state.best, batch, key, step_number, references)
+        evaluation = jax.jit(recipe.eval_loss).trace(
+            state.best, batch, key, step_number, references
+        )
     argument_bytes = device_bytes((state, batch, references))
     return Traced(mesh, stage, state, shapes, notes, argument_bytes, evaluation)
 

@@ -60,14 +60,14 @@ def plan_decode(
     devices: list,
     rows: int = 8,
     length: int | None = None,
-    room: int | None = None,
+    capacity: int | None = None,
     fast: bool = False,
 ) -> DecodePlan:
     """Compiles prefill and one decoding step of `rows` texts of `length` tokens.
 
-    `length` is 2,048 by default, or the number of the model's positions if that is smaller. `room`
-    is the length of the cache, by default `length`. Texts are split over `data`, heads over
-    `tensor`. `fast` compiles with less effort. Raises ConfigError if the mesh does not fit the
+    `length` is 2,048 by default, or the number of the model's positions if that is smaller.
+    `capacity` is the length of the cache, by default `length`. Texts are split over `data`, heads
+    over `tensor`. `fast` compiles with less effort. Raises ConfigError if the mesh does not fit the
     devices or the model, and if `length` exceeds the model's positions.
     """
     config = experiment.model
@@ -78,18 +78,18 @@ def plan_decode(
         )
     if length is None:
         length = min(2048, config.position_limit)
-    if room is None:
-        room = length
-    _check_sizes(config, rows, length, room)
+    if capacity is None:
+        capacity = length
+    _check_sizes(config, rows, length, capacity)
     mesh = parallel.make_mesh(experiment.mesh, devices)
     compiler = _Compiler(config, mesh, jnp.dtype(experiment.precision), devices, fast)
-    prefill = compiler.compile(decoding.prefill, 1, min(length, CHUNK), room, used=False)
-    step = compiler.compile(decoding.decode_step, rows, 1, room, used=True)
+    prefill = compiler.compile(decoding.prefill, 1, min(length, CHUNK), capacity, used=False)
+    step = compiler.compile(decoding.decode_step, rows, 1, capacity, used=True)
 
     text = step.text()
     exchanges = hlo.exchanges(text)
-    needed = _needed_bytes(config, step, length, room)
-    traffic = hlo.traffic(text, sum(width < length for width in widths(room)))
+    needed = _needed_bytes(config, step, length, capacity)
+    traffic = hlo.traffic(text, sum(width < length for width in widths(capacity)))
     traffic = traffic if any(traffic) else hlo.Traffic(needed, 0.0)
     # the products of a step are small, so memory and network limit it and FLOPs are left out
     seconds = roofline.seconds(0.0, traffic, exchanges, mesh, chip)
@@ -117,10 +117,10 @@ def plan_decode(
     )
 
 
-def _check_sizes(config: ModelConfig, rows: int, length: int, room: int) -> None:
+def _check_sizes(config: ModelConfig, rows: int, length: int, capacity: int) -> None:
     check_whole("plan --decode: rows", rows)
     check_whole("plan --decode: length", length)
-    check_whole(f"plan --decode: length={length}: room", room, least=length)
+    check_whole(f"plan --decode: length={length}: capacity", capacity, least=length)
     if length > config.position_limit:
         raise ConfigError(
             f"plan --decode: {length} tokens do not fit the model's {config.position_limit} "
@@ -158,10 +158,12 @@ class _Compiler:
     fast: bool
 
     def compile(
-        self, function: Callable, rows: int, tokens: int, room: int, *, used: bool
+        self, function: Callable, rows: int, tokens: int, capacity: int, *, used: bool
     ) -> _Compiled:
         """Compiles `prefill` or `decode_step` for these sizes (see `abstract_arguments`)."""
-        arguments = abstract_arguments(self.config, self.mesh, self.dtype, rows, tokens, room, used)
+        arguments = abstract_arguments(
+            self.config, self.mesh, self.dtype, rows, tokens, capacity, used
+        )
 
         def call(weights, cache, tokens, lengths):
             return function(self.config, weights, tokens, cache, lengths=lengths, dtype=self.dtype)
@@ -174,12 +176,12 @@ class _Compiler:
         return _Compiled(program, memory, weights, cache)
 
 
-def _needed_bytes(config: ModelConfig, step: _Compiled, length: int, room: int) -> int:
+def _needed_bytes(config: ModelConfig, step: _Compiled, length: int, capacity: int) -> int:
     """Bytes of the weights that products read, and of the filled part of the cache."""
     weights = params.paths(step.weights)
     if not config.tie_embeddings:  # a step reads only a few vectors of an untied table
         weights.pop("embedding/tokens", None)
-    return device_bytes(weights) + device_bytes(step.cache) * length // room
+    return device_bytes(weights) + device_bytes(step.cache) * length // capacity
 
 
 def _attention_kernel(program: str) -> str:
@@ -191,7 +193,7 @@ def _attention_kernel(program: str) -> str:
 
 
 def abstract_arguments(
-    config: ModelConfig, mesh, dtype, rows: int, tokens: int, room: int, used: bool
+    config: ModelConfig, mesh, dtype, rows: int, tokens: int, capacity: int, used: bool
 ) -> list[Any]:
     """[parameters, cache, tokens, lengths] of a decoding step, as shapes with shardings on a mesh.
 
@@ -213,7 +215,7 @@ def abstract_arguments(
     else:
         replicated = NamedSharding(mesh, P())
         places = jax.tree.map(lambda _: replicated, weights)
-    cache = jax.eval_shape(partial(decoding.init_cache, config, rows, room, dtype))
+    cache = jax.eval_shape(partial(decoding.init_cache, config, rows, capacity, dtype))
     lengths = jax.ShapeDtypeStruct((rows,), jnp.int32)
     states = (
         replace(cache, lengths=lengths if used else None),

@@ -469,8 +469,8 @@ def test_counts_that_are_none_are_refused(bad):
         "most": lambda: search.search(experiment, "any", devices, most=bad),
         "rows": lambda: decode.plan_decode(experiment, "any", devices, rows=bad),
         "length": lambda: decode.plan_decode(experiment, "any", devices, length=bad),
-        "length=64: room": lambda: decode.plan_decode(
-            experiment, "any", devices, length=64, room=bad
+        "length=64: capacity": lambda: decode.plan_decode(
+            experiment, "any", devices, length=64, capacity=bad
         ),
         "devices": lambda: plan.sharding_table(experiment, bad),
     }
