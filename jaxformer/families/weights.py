@@ -14,6 +14,7 @@ from flax.traverse_util import unflatten_dict
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.families.family import Family, Tensor, plan
+from jaxformer.families.leaves import OnDevices, OnHost, empty_leaf
 from jaxformer.families.tied_head import Config, names_in_file
 from jaxformer.interop import safetensors
 from jaxformer.interop.safetensors import list_names
@@ -53,12 +54,9 @@ def read_weights(
 def _read_leaves(
     file, tensors: dict[str, Tensor], leaves: dict[str, Spec], dtypes, shardings
 ) -> dict[str, Any]:
-    """{path: leaf on its devices}, from the tensors of the file {name in the file: tensor}.
-
-    A leaf is on the host only until its last part is read.
-    """
+    """{path: leaf on its devices}, from the tensors of the file {name in the file: tensor}."""
     to_read = Counter(part.path for tensor in tensors.values() for part in tensor.parts)
-    host: dict[str, np.ndarray] = {}
+    unfinished: dict[str, OnHost | OnDevices] = {}
     params: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if not tensor.parts:
@@ -67,15 +65,12 @@ def _read_leaves(
         safetensors.check_finite(name, array)
         for part, values in zip(tensor.parts, tensor.ours(array), strict=True):
             path = part.path
-            if path not in host:
-                host[path] = np.empty(leaves[path].shape, dtypes[path])
-            host[path][part.index] = values
+            if path not in unfinished:
+                unfinished[path] = empty_leaf(leaves[path].shape, dtypes[path], shardings[path])
+            unfinished[path].fill(part.index, values)
             to_read[path] -= 1
             if not to_read[path]:
-                leaf = host.pop(path)
-                copy = jax.make_array_from_callback(leaf.shape, shardings[path], leaf.__getitem__)
-                # an unfinished copy would keep its leaf on the host
-                params[path] = jax.block_until_ready(copy)
+                params[path] = unfinished.pop(path).array()
     return params
 
 

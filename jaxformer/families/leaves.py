@@ -1,0 +1,88 @@
+"""Parameters that are filled part by part, while a folder is read."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+# A leaf of at most this many bytes is put together on the host, in one transfer and without a
+# compilation. A larger leaf is put together on its devices: the host then holds one part of it.
+HOST_BYTES = 1 << 28
+
+
+class OnHost(NamedTuple):
+    """A leaf that goes to its devices when it is complete."""
+
+    host: np.ndarray
+    sharding: Sharding
+
+    def fill(self, index: tuple[int, ...], values: np.ndarray) -> None:
+        self.host[index] = values
+
+    def array(self) -> jax.Array:
+        copy = jax.make_array_from_callback(self.host.shape, self.sharding, self.host.__getitem__)
+        # an unfinished copy would keep the leaf on the host
+        return jax.block_until_ready(copy)
+
+
+class Piece(NamedTuple):
+    """What one device has of a leaf: the numbers from `start` to `stop` of each axis."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    on_device: jax.Array
+
+
+class OnDevices(NamedTuple):
+    """A leaf whose parts go to their devices at once."""
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+    pieces: list[Piece]  # one for each device of this process
+
+    def fill(self, index: tuple[int, ...], values: np.ndarray) -> None:
+        for i, piece in enumerate(self.pieces):
+            self.pieces[i] = _filled(piece, index, values)
+
+    def array(self) -> jax.Array:
+        arrays = [piece.on_device for piece in self.pieces]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
+
+
+def empty_leaf(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> OnHost | OnDevices:
+    """A leaf of this shape. `fill` sets leaf[index] = values, and `array` ends it."""
+    if np.prod(shape) * jnp.dtype(dtype).itemsize <= HOST_BYTES:
+        return OnHost(np.empty(shape, dtype), sharding)
+    boxes = sharding.addressable_devices_indices_map(shape)
+    pieces = [_empty_piece(device, box, shape, dtype) for device, box in boxes.items()]
+    return OnDevices(shape, sharding, pieces)
+
+
+def _empty_piece(device: jax.Device, box: Sequence[slice], shape: tuple[int, ...], dtype) -> Piece:
+    bounds = [part.indices(size) for part, size in zip(box, shape, strict=True)]
+    start = tuple(first for first, _, _ in bounds)
+    stop = tuple(last for _, last, _ in bounds)
+    return Piece(start, stop, jnp.zeros(np.subtract(stop, start), dtype, device=device))
+
+
+def _filled(piece: Piece, index: tuple[int, ...], values: np.ndarray) -> Piece:
+    """The piece after leaf[index] = values, as far as the device has them."""
+    n = len(index)
+    bounds = list(zip(piece.start, piece.stop, strict=True))
+    if not all(first <= i < last for i, (first, last) in zip(index, bounds[:n], strict=True)):
+        return piece
+    part = values[tuple(slice(*each) for each in bounds[n:])][(None,) * n]
+    place = np.zeros(len(bounds), np.int32)
+    place[:n] = np.subtract(index, piece.start[:n])
+    on_device = jax.device_put((part.astype(piece.on_device.dtype), place), piece.on_device.device)
+    # the host would keep the parts of unfinished copies
+    return piece._replace(on_device=jax.block_until_ready(_put(piece.on_device, *on_device)))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(leaf: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(leaf, part, place)
