@@ -14,7 +14,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.families import fused_experts
 from jaxformer.families.classes import write_labels
 from jaxformer.families.family import Family, plan
-from jaxformer.families.known import FAMILIES, write_settings
+from jaxformer.families.known import FAMILIES, is_unknown, write_settings
 from jaxformer.families.parts import part_of
 from jaxformer.families.settings import check_layers
 from jaxformer.families.tied_head import Config, with_stack, with_tie
@@ -194,9 +194,8 @@ def _family(file: safetensors.Files, own: Family | None) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         name = f"model_type {kind!r} (architectures {file.config.get('architectures')})"
         raise ConfigError(
-            f"{file.folder}/config.json: {name} is not supported; "
-            f"expected one of {', '.join(FAMILIES)}; "
-            "or a family of your own: load(folder, family=...)"
+            f"{file.folder}/config.json: {name} {is_unknown(kind)}, "
+            "or give a family of your own: load(folder, family=...)"
         )
     return FAMILIES[kind]
 

@@ -1,9 +1,10 @@
 """The known families, by the model_type of config.json, and which of them can express a config."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxformer import models
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, did_you_mean
 from jaxformer.families import (
     albert,
     bart,
@@ -61,13 +62,19 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def is_unknown(kind: Any, families: Iterable[str] = FAMILIES) -> str:
+    """'is unknown', with the nearest name and the command that lists all of them."""
+    hint = did_you_mean(str(kind), families)
+    return f"is unknown{hint}; `python -m jaxformer.families.table` lists the known ones"
+
+
 def write_settings(config: Config, model_type: str | None, families: Mapping[str, Family]) -> dict:
     """config.json of the first family that can express the config.
 
     A family can express a config if it reads the same config from the file that it writes.
     """
     if model_type is not None and model_type not in families:
-        raise ConfigError(f"model_type={model_type!r}: expected one of {', '.join(families)}")
+        raise ConfigError(f"model_type={model_type!r} {is_unknown(model_type, families)}")
     reason = ""
     for kind in families if model_type is None else [model_type]:
         family = families[kind]
@@ -88,7 +95,7 @@ def write_settings(config: Config, model_type: str | None, families: Mapping[str
         reason = f"cannot express {list_names(differences, str)}"
     if model_type is None:
         raise ConfigError(
-            f"no family of {', '.join(FAMILIES)} can express this config; "
+            f"none of the {len(FAMILIES)} families can express this config; "
             "give model_type to see why"
         )
     raise ConfigError(f"model_type={model_type!r}: {reason}")

@@ -280,7 +280,7 @@ def test_what_no_family_says_is_not_written(tmp_path):
     assert "positions" in refusal(
         replace(config, positions=Rope(100.0, fraction=1 / 3)), model_type="llama"
     )
-    assert "expected one of" in refusal(config, model_type="mamba")
+    assert "did you mean llama?" in refusal(config, model_type="lama")
     assert (
         refusal(config, model_type="gpt2")
         and refusal(config, model_type="t5")

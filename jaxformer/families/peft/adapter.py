@@ -10,7 +10,7 @@ from jaxformer import params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.families.family import Family
 from jaxformer.families.folder import Checkpoint
-from jaxformer.families.known import FAMILIES
+from jaxformer.families.known import FAMILIES, is_unknown
 from jaxformer.interop import safetensors
 from jaxformer.models import adaptation
 from jaxformer.params import Spec, Tree, paths
@@ -68,8 +68,8 @@ def family_of(checkpoint: Checkpoint, own: Family | None) -> Family:
         return own
     if checkpoint.model_type not in FAMILIES:
         raise ConfigError(
-            f"the model has model_type={checkpoint.model_type!r}: expected one of "
-            f"{', '.join(FAMILIES)}, or give its family"
+            f"model_type={checkpoint.model_type!r} of the model "
+            f"{is_unknown(checkpoint.model_type)}, or give its family"
         )
     return FAMILIES[checkpoint.model_type]
 
