@@ -81,8 +81,9 @@ def part_of(file: safetensors.Files, name: str | None, known: Collection[str]) -
 def _refuse_unknown(file: safetensors.Files, known: Collection[str]) -> None:
     """Raises ConfigError for a folder that is not known, but whose text model is."""
     of_text = file.config.get("text_config")
-    kind = of_text.get("model_type") if isinstance(of_text, dict) else None
-    if file.config.get("model_type") in known or kind not in known:
+    # a stranger's file may have a list in the place of a name, which no set takes
+    kind = str(of_text.get("model_type")) if isinstance(of_text, dict) else None
+    if str(file.config.get("model_type")) in known or kind not in known:
         return
     raise ConfigError(
         f"{file.folder}/config.json: model_type {file.config.get('model_type')!r} is not "
