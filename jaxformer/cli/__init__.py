@@ -15,6 +15,8 @@
              [--stop TEXT] [--special-tokens] [--seed S] [--step N] [--average N]
              [--mesh.tensor=N ...]
         continues a prompt, or each prompt of a file
+    generate RUN --chat [--system TEXT] [options as above]
+        answers each line of the input, in one conversation
     generate RUN [--prompt TEXT] [--seed S] [--step N] [--average N] [--mesh.tensor=N ...]
         for data with a method generate(run, key, folder): what it returns, and the files it wrote
     harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--average N]

@@ -2,11 +2,14 @@
 
 import json
 import re
+import sys
+from collections.abc import Iterable
 from typing import Any
 
 from jaxformer import config
 from jaxformer.cli.arguments import (
     Parser,
+    check_needs,
     folder_of,
     output_file,
     parser_of,
@@ -44,8 +47,9 @@ def evaluate(argv: list[str]) -> int:
 def generate(argv: list[str]) -> int:
     parser = generate_parser()
     options, overrides = parser.parse_known_args(argv)
-    two_sources = options.prompt is not None and options.prompts is not None
-    if two_sources or (options.prompts is None) != (options.out is None):
+    check_needs(options, "chat", "system")
+    sources = options.prompt is not None, options.prompts is not None, options.chat
+    if sum(sources) > 1 or (options.prompts is None) != (options.out is None):
         raise ConfigError(PROMPTS)
     run = run_of(options, overrides)
 
@@ -56,10 +60,12 @@ def generate(argv: list[str]) -> int:
         for line in own_answers.generate(run, options.seed, options.prompt):
             print(line)
         return 0
-    if options.prompt is None and options.prompts is None:
+    if options.prompt is None and options.prompts is None and not options.chat:
         raise ConfigError(PROMPTS)
     arguments = generation_arguments(options)
-    if options.prompts is not None:
+    if options.chat:
+        _talk(run, options.system, sys.stdin, **arguments)
+    elif options.prompts is not None:
         _generate_file(run, options.prompts, options.out, **arguments)
     elif options.n_best is not None:
         for text in run.continue_all([options.prompt], **arguments)[0]:
@@ -77,6 +83,8 @@ def generate(argv: list[str]) -> int:
 def generate_parser() -> Parser:
     parser = run_parser("generate")
     parser.add_argument("--prompt")
+    parser.add_argument("--chat", action="store_true", help="answers each line of the input")
+    parser.add_argument("--system", help="what the system says first in a conversation")
     parser.add_argument("--prompts", type=place, help='a file of lines {"prompt": "..."}')
     parser.add_argument("--out", type=output_file, help="where the lines with their texts go")
     parser.add_argument("--seed", type=int, default=0)
@@ -132,7 +140,7 @@ def generation_arguments(options: Any) -> dict[str, Any]:
     return arguments  # without "sampling" the experiment's own applies
 
 
-PROMPTS = "generate: give --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl"
+PROMPTS = "generate: give --prompt TEXT, --chat, or --prompts FILE.jsonl with --out FILE.jsonl"
 # options of `generate` that do not belong to the generation of text
 NOT_OF_TEXT = ("name", "help", "runs", "step", "average", "trust", "seed", "prompt")
 
@@ -158,6 +166,27 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
 def unescaped(text: str) -> str:
     r"""The text with the escapes \n, \t, \r and \\ replaced by the characters that they name."""
     return re.sub(r"\\(.)", lambda match: ESCAPES.get(match[1], match[0]), text, flags=re.DOTALL)
+
+
+def _talk(run, system: str | None, lines: Iterable[str], **arguments) -> None:
+    """Answers each line as a user's message, until the lines end or a line is /end."""
+    if arguments.pop("special_tokens", None):
+        raise ConfigError("--special-tokens: goes with --prompt; in a message a name stays text")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    is_terminal = sys.stdin.isatty()
+    print("> " if is_terminal else "", end="", flush=True)
+    for line in lines:
+        if line.strip() == "/end":
+            break
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        said = ""
+        for piece in run.chat(messages, **arguments):
+            said += piece
+            print(piece, end="", flush=True)
+        messages.append({"role": "assistant", "content": said})
+        print("\n> " if is_terminal else "\n", end="", flush=True)
 
 
 def _generate_file(run, source: str, target: str, **arguments) -> None:

@@ -320,37 +320,69 @@ def open_pairs(
         raise ConfigError(
             f"data.start={start}: expected the id of a token, and a model with an encoder; or None"
         )
-    splits = []
-    for split_name, pairs in (("training", train), ("validation", validation)):
-        splits.append(list(_encode(pairs, tokenizer, lengths, problems, start)))
-        if not splits[-1]:
-            raise ConfigError(
-                f"data: {name}: no {split_name} pair fits the model's {lengths} tokens{problems}"
-            )
-    train_examples, validation_examples = ([example for _, example in split] for split in splits)
-    train_rows = rows(train_examples, lengths)
-    validation_rows = Packed()(validation_examples, lengths)
-    questions = [
-        question(model, tokenizer, pair.source, pair.target, start) for pair, _ in splits[1]
+    encoded = [
+        list(_encode(pairs, tokenizer, lengths, problems, start)) for pairs in (train, validation)
     ]
+    questions = [
+        question(model, tokenizer, pair.source, pair.target, start) for pair, _ in encoded[1]
+    ]
+    train_examples, validation_examples = ([example for _, example in split] for split in encoded)
+    return dataset_of_examples(
+        train_examples,
+        validation_examples,
+        tokenizer=tokenizer,
+        lengths=lengths,
+        rows=rows,
+        questions=questions,
+        name=name,
+        kind="pair",
+        problems=problems,
+        vocab_size=size,
+    )
+
+
+def dataset_of_examples(
+    train: Sequence[Example],
+    validation: Sequence[Example],
+    *,
+    tokenizer: Any,
+    lengths: tuple[int, int],
+    rows: Callable,
+    questions: Sequence[Question],
+    name: str,
+    kind: str,
+    problems: Problems,
+    vocab_size: int | None = None,
+) -> Dataset:
+    """The data set of examples that fit `lengths` (source, target). `kind` names one of them.
+
+    Raises ConfigError if a split has none.
+    """
+    for split_name, examples in (("training", train), ("validation", validation)):
+        if not examples:
+            raise ConfigError(
+                f"data: {name}: no {split_name} {kind} fits the model's {lengths} tokens{problems}"
+            )
+    train_rows = rows(train, lengths)
+    validation_rows = Packed()(validation, lengths)
 
     def digest(of_tokenizer: str) -> str:
         content = hashlib.sha256(f"{of_tokenizer} {lengths}".encode())
-        for example in train_examples + validation_examples:
+        for example in [*train, *validation]:
             content.update(
                 example.source.tobytes() + example.tokens.tobytes() + example.labels.tobytes()
             )
         return content.hexdigest()
 
-    tokens = sum(int(example.weights.sum()) for example in train_examples)
+    tokens = sum(int(example.weights.sum()) for example in train)
     return Dataset(
         train=train_rows,
         validation=replace(validation_rows, questions=questions),
         **digests(tokenizer, digest),
-        vocab_size=size,
+        vocab_size=vocab_size or tokenizer.vocab_size,
         tokenizer=tokenizer,
-        description=f"{name}: {len(train_examples):,} training and "
-        f"{len(validation_examples):,} validation pairs, {tokens:,} target tokens, "
+        description=f"{name}: {len(train):,} training and "
+        f"{len(validation):,} validation {kind}s, {tokens:,} target tokens, "
         f"vocabulary {tokenizer.vocab_size:,}; {len(train_rows):,} rows, "
         f"{train_rows.padding():.1%} padding{problems}",
     )

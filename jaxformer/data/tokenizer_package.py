@@ -48,16 +48,17 @@ def open_tokenizer(serialized: str) -> Any:
         return require_package().Tokenizer.from_str(serialized)
 
 
-def encode(tokenizer: Any, texts: list[str]) -> list[Any]:
+def encode(tokenizer: Any, texts: list[str], offsets: bool = False) -> list[Any]:
     """The package's encodings of texts, without control tokens, computed on all cores.
 
-    Raises ConfigError if the package fails.
+    Only with `offsets` they say which characters each token has. Raises ConfigError if the package
+    fails.
     """
     letters = sum(map(len, texts))
+    function = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
     try:
-        return _within_time(
-            lambda: tokenizer.encode_batch_fast(texts, add_special_tokens=False), letters
-        )
+        with _quiet(letters):
+            return within_time(lambda: function(texts, add_special_tokens=False), letters)
     except ConfigError:
         raise
     except Exception as error:  # the package raises it for a text that its vocabulary cannot write
@@ -125,7 +126,12 @@ def _objects(value: Any) -> list[dict[str, Any]]:
     return objects
 
 
-def _within_time(call: Callable[[], Any], letters: int) -> Any:
+def within_time(
+    call: Callable[[], Any],
+    letters: int,
+    problem: str = "the tokenizer needs more than {seconds:.0f} s for {letters:,} letters: its "
+    "regular expressions do not end; give another tokenizer.json",
+) -> Any:
     """The result of `call()`. ConfigError if it takes longer than the limit for so long a text.
 
     The package releases the interpreter lock, so the call runs in a thread, and Ctrl-C works. Both
@@ -143,19 +149,15 @@ def _within_time(call: Callable[[], Any], letters: int) -> Any:
     limit = SECONDS + letters / 1000
     began = time.monotonic(), time.process_time()
     thread = threading.Thread(target=work, daemon=True)
-    with _quiet(letters):
-        thread.start()
-        thread.join(limit)
-        while (
-            thread.is_alive()
-            and min(time.monotonic() - began[0], time.process_time() - began[1]) < limit
-        ):
-            thread.join(1.0)
+    thread.start()
+    thread.join(limit)
+    while (
+        thread.is_alive()
+        and min(time.monotonic() - began[0], time.process_time() - began[1]) < limit
+    ):
+        thread.join(1.0)
     if thread.is_alive():
-        problem = f"the tokenizer needs more than {limit:.0f} s for {letters:,} letters"
-        raise ConfigError(
-            f"{problem}: its regular expressions do not end; give another tokenizer.json"
-        )
+        raise ConfigError(problem.format(seconds=limit, letters=letters))
     for error in problems:
         raise _as_error(error)
     return results[0]

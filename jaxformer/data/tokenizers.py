@@ -6,11 +6,13 @@ tokenizer. `end_of_text` is the id that ends a document, or None; no text contai
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +23,7 @@ from etils import epath
 
 from jaxformer import config
 from jaxformer.data import tokenizer_json, tokenizer_package
+from jaxformer.data.chat_template import ChatTemplate, ends_of_turns
 from jaxformer.errors import ConfigError, package_of
 
 log = logging.getLogger("jaxformer")
@@ -39,11 +42,55 @@ class _Tokenizer:
     # the id that ends a text and is not part of one; of `Characters`, an id above theirs
     end_of_text: int | None = None
     state: dict[str, Any]
+    chat: ChatTemplate | None = None  # how a conversation is written
     # the tokens of a long text, in the narrowest unsigned integer type for the vocabulary
     encode_text: Any
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_text(text).tolist()
+    def encode(self, text: str, control: bool = False) -> list[int]:
+        """The tokens of a text.
+
+        With `control`, names of control tokens in it are these tokens: only for text of your own.
+        """
+        return (self.encode_with_offsets(text)[0] if control else self.encode_text(text)).tolist()
+
+    @property
+    def control_tokens(self) -> dict[str, int]:
+        """The ids of the control tokens that a text can name with `control`."""
+        return {}
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32 [n], the first character of each and the one behind its last, [n, 2]).
+
+        Names of control tokens are these tokens.
+        """
+        controls = self.control_tokens
+        ids: list[np.ndarray] = [np.zeros(0, np.int32)]
+        characters: list[np.ndarray] = [np.zeros((0, 2), np.int64)]
+        start = 0
+        pattern = "|".join(map(re.escape, controls)) or "$^"
+        for part in re.split(f"({pattern})", text):
+            stop = start + len(part)
+            if part in controls:
+                ids.append(np.array([controls[part]], np.int32))
+                characters.append(np.array([[start, stop]]))
+            else:
+                ids.append(self.encode_text(part).astype(np.int32))
+                first = start + np.repeat(np.arange(len(part)), self._tokens_of_each(part))
+                characters.append(np.stack([first, first + 1], axis=1))
+            start = stop
+        return np.concatenate(ids), np.concatenate(characters)
+
+    def _tokens_of_each(self, text: str) -> list[int]:
+        """The number of tokens of each character."""
+        return [1] * len(text)
+
+    def with_chat(self, template: ChatTemplate) -> Any:
+        """The same tokenizer, which also knows how a conversation is written."""
+        other = copy.copy(self)
+        other.__dict__.pop("digest", None)
+        other.chat = template
+        other.state = self.state | {"chat": template.state}
+        return other
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens, int32, of each of many short texts."""
@@ -96,7 +143,8 @@ class _Tokenizer:
 class Bytes(_Tokenizer):
     """UTF-8 bytes: 256 ids, any text. Bytes that are not UTF-8 decode to U+FFFD.
 
-    0xFF, which is never a byte of UTF-8, ends a text.
+    0xFF, which is never a byte of UTF-8, ends a text. 0xFE and 0xFD, which are none either, begin
+    and end a turn of a conversation.
     """
 
     vocab_size = 256
@@ -105,9 +153,19 @@ class Bytes(_Tokenizer):
     def __init__(self):
         self.state = {"type": "bytes"}
 
+    @property
+    def control_tokens(self) -> dict[str, int]:
+        return {END_OF_TEXT: 0xFF, "<|im_start|>": 0xFE, "<|im_end|>": 0xFD}
+
     def encode_text(self, text: str) -> np.ndarray:
         # a lone surrogate (an invalid byte of a command line) becomes a question mark
         return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
+
+    def _tokens_of_each(self, text: str) -> list[int]:
+        return [len(character.encode("utf-8", errors="replace")) for character in text]
+
+    def id_of(self, token: str) -> int | None:
+        return self.control_tokens.get(token)
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         # 0xFF is never valid UTF-8, so an id above 255 decodes to U+FFFD
@@ -127,6 +185,10 @@ class Characters(_Tokenizer):
         # the last entry, -1, is for every character above the highest one
         self._ids = np.full(int(codes.max(initial=0)) + 2, -1, np.int32)
         self._ids[codes] = np.arange(len(codes))
+
+    @property
+    def control_tokens(self) -> dict[str, int]:
+        return {END_OF_TEXT: self.vocab_size}
 
     @classmethod
     def of(cls, text: str) -> "Characters":
@@ -233,6 +295,22 @@ class BPE(_Tokenizer):
 
     def id_of(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
+
+    @functools.cached_property
+    def control_tokens(self) -> dict[str, int]:
+        added = (token["content"] for token in self.state["tokenizer"]["added_tokens"])
+        ids = {name: self.id_of(name) for name in added}
+        return {name: id for name, id in ids.items() if id is not None}
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        tokenizer = self._reading_names._tokenizer
+        (encoding,) = tokenizer_package.encode(tokenizer, [_without_surrogates(text)], offsets=True)
+        ids = np.array(encoding.ids, np.int32)
+        return ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+    @functools.cached_property
+    def _reading_names(self) -> "BPE":
+        return self.reading_special_tokens()
 
     def reading_special_tokens(self) -> "BPE":
         other = BPE(json.dumps(self.state["tokenizer"]), self.state.get("end_of_text"))
@@ -361,7 +439,16 @@ def load(
 
     A stranger may have made the folder `root`, so no link below it is followed.
     """
-    match config.read_json(path, "not a saved tokenizer", root):
+    state = config.read_json(path, "not a saved tokenizer", root)
+    tokenizer = _of_state(path, state)
+    if "chat" not in state:
+        return tokenizer
+    return tokenizer.with_chat(ChatTemplate.of_state(state["chat"]))
+
+
+def _of_state(path: str | os.PathLike, state: Any) -> Bytes | Characters | BPE:
+    """The tokenizer of a saved state, without its chat template."""
+    match state:
         case {"type": "bytes"}:
             return Bytes()
         case {"type": "characters", "characters": str(characters)}:
@@ -374,6 +461,14 @@ def load(
             except Exception as error:  # the package has no class of its own
                 raise ConfigError(f"{path}: not a saved tokenizer ({error})") from error
     raise ConfigError(f"{path}: not a saved tokenizer; expected the JSON that `save` writes")
+
+
+def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end an answer: the end of a text, and that of the assistant's turns."""
+    ends = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    if getattr(tokenizer, "chat", None) is not None:
+        ends += ends_of_turns(tokenizer.chat, tokenizer.control_tokens)
+    return tuple(dict.fromkeys(ends))
 
 
 def hugging_face(name: str) -> BPE:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxformer import models
 from jaxformer.data.sources import Question
+from jaxformer.data.tokenizers import stop_tokens
 from jaxformer.decoding import Beams, Sampling, generate, search
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.evaluation.metric import Evaluation
@@ -86,7 +87,7 @@ class Generated:
             self.max_tokens,
             self.how,
             rows=self.rows,
-            stop_tokens=(tokenizer.end_of_text,),
+            stop_tokens=stop_tokens(tokenizer),
             seed=scored.seed,
             precision=scored.precision,
         )

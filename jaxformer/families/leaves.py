@@ -58,7 +58,7 @@ def empty_leaf(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> OnHost
     if np.prod(shape) * jnp.dtype(dtype).itemsize <= HOST_BYTES:
         return OnHost(np.empty(shape, dtype), sharding)
     boxes = sharding.addressable_devices_indices_map(shape)
-    pieces = [_empty_piece(device, box, shape, dtype) for device, box in boxes.items()]
+    pieces = [_empty_piece(device, box or (), shape, dtype) for device, box in boxes.items()]
     return OnDevices(shape, sharding, pieces)
 
 

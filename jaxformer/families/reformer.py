@@ -138,7 +138,8 @@ def _read_reformer_heads(c: Json, names: Collection[str]) -> tuple:
     heads = _reformer_heads(c)
     kind = class_kind(c, "Reformer", heads)
     if kind in ("ModelWithLMHead", "ForMaskedLM"):
-        only({"is_decoder": False} | c, is_decoder=kind == "ModelWithLMHead")
+        is_decoder = get(c, "is_decoder", False)
+        only({"is_decoder": is_decoder}, is_decoder=kind == "ModelWithLMHead")
     if kind == "ForSequenceClassification":
         # in a causal model, position 0 sees no token if it is padding: transformers gives NaN
         only(c, is_decoder=False)

@@ -8,6 +8,7 @@ from typing import Any
 from jaxformer import models
 from jaxformer.data.mixing import Mixed
 from jaxformer.data.sources import Question
+from jaxformer.data.tokenizers import stop_tokens
 from jaxformer.errors import ConfigError
 from jaxformer.models import heads
 from jaxformer.training.experiment import Experiment, Sample
@@ -19,12 +20,10 @@ def writes_text(experiment: Experiment) -> bool:
 
 
 def ends_of(data: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The token that ends a text of these data, an answer or a document; or no token."""
+    """The tokens that end a text of these data: an answer, a turn or a document; or no token."""
     sources = [source for _, source in data.sources] if isinstance(data, Mixed) else [data]
     has_end = any(hasattr(each, "question") or hasattr(each, "end_of_text") for each in sources)
-    if not has_end or tokenizer.end_of_text is None:
-        return ()
-    return (tokenizer.end_of_text,)
+    return stop_tokens(tokenizer) if has_end else ()
 
 
 def ask(experiment: Experiment, sample: Sample, tokenizer: Any) -> Question:

@@ -16,9 +16,10 @@ from etils import epath
 
 from jaxformer import config, models, parallel
 from jaxformer.config import storage
-from jaxformer.data import batching, tokenizers
+from jaxformer.data import batching, chat, tokenizers
+from jaxformer.data.chat_template import Messages
 from jaxformer.data.sources import Question
-from jaxformer.decoding import Beams, round_to_int8, stream
+from jaxformer.decoding import Beams, Sampling, round_to_int8, stream
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import (
     answers,
@@ -226,20 +227,55 @@ class Run:
                 self.continue_all([prompt], seed, filters, stop, special_tokens, **options)[0]
             )
             return
+        yield from self._pieces(sample.sampling, sample.tokens, question, seed, filters, stop)
+
+    def chat(
+        self,
+        messages: Messages,
+        seed: int = 0,
+        filters=(),
+        stop: Sequence[str] | str = (),
+        tools: Sequence[Any] | None = None,
+        **options,
+    ) -> Iterator[str]:
+        """Pieces of the assistant's next message, as they are made; `options` as in `stream`.
+
+        The messages are written by the chat template of the run's tokenizer. Names of control
+        tokens in them are text. Raises ConfigError for a run without a template.
+        """
+        self._check_text()
+        sample = replace(self.experiment.sample, **options)
+        if isinstance(sample.sampling, Beams):
+            raise ConfigError("chat: a beam search gives no pieces; give temperature, top_k, ...")
+        question = chat.question(self.tokenizer, messages, tools=tools)
+        check_room(self.experiment, question)
+        stop = as_strings(stop)
+        yield from self._pieces(sample.sampling, sample.tokens, question, seed, filters, stop)
+
+    def _pieces(
+        self,
+        sampling: Sampling,
+        most: int,
+        question: Question,
+        seed: int,
+        filters: Any,
+        stop: Sequence[str],
+    ) -> Iterator[str]:
+        """Pieces of the text, of at most `most` tokens, that answers a question."""
         model = self.experiment.model
         decode = self.tokenizer.decode
         tokens = question.prompt
         new: list[int] = []
         shown = 0  # the number of characters that were yielded
         with self.on_mesh():
-            (limit,) = new_tokens_for(model, sample.tokens, [tokens])
+            (limit,) = new_tokens_for(model, most, [tokens])
             for piece in stream(
                 model,
                 self.params,
                 tokens,
                 limit,
                 source=question.source,
-                sampling=sample.sampling,
+                sampling=sampling,
                 filters=filters,
                 key=random_key(seed),
                 stop=stop_strings(decode, stop),
@@ -299,6 +335,13 @@ class Run:
 
         Raises ConfigError where the run continues no text.
         """
+        self._check_text()
+        sample = replace(self.experiment.sample, prompt=prompt, **options)
+        tokenizer = self.tokenizer.reading_special_tokens() if special_tokens else self.tokenizer
+        return sample, ask(self.experiment, sample, tokenizer)
+
+    def _check_text(self) -> None:
+        """Raises ConfigError where the run continues no text."""
         if self.tokenizer is None:
             advice = (
                 "its data may have a method generate(run, key, folder), which makes other answers"
@@ -312,9 +355,6 @@ class Run:
                 " text by `question`"
             )
             raise ConfigError(f"{self.folder.path}: it continues no text: its model {reasons}")
-        sample = replace(self.experiment.sample, prompt=prompt, **options)
-        tokenizer = self.tokenizer.reading_special_tokens() if special_tokens else self.tokenizer
-        return sample, ask(self.experiment, sample, tokenizer)
 
 
 def open_run(
