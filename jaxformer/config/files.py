@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import sys
 import traceback
@@ -23,7 +24,9 @@ from jaxformer.errors import ConfigError, did_you_mean
 PACKAGE = Path(__file__).resolve().parents[1]
 # the user's own, those of a checkout, those of an installed package
 FOLDERS = (Path("experiments"), PACKAGE.parent / "experiments", PACKAGE / "builtin" / "experiments")
-PROGRAMS = ("one_file",)  # files in experiments/ that define no experiment
+# files and folders in experiments/ whose files are programs
+PROGRAMS = ("one_file", "bench", "launch", "theory")
+IS_EXPERIMENT = re.compile(r"^experiment\b.*=", flags=re.MULTILINE)  # in the text of a file
 # bytes and nesting of files that anybody may have written; `describe` nests less
 LARGEST = 100_000_000
 DEEPEST = 400
@@ -48,8 +51,9 @@ class Source:
 def load(name_or_path: str) -> Any:
     """The `experiment` of a file: a path that ends in `.py`, or NAME of an `experiments/NAME.py`.
 
-    The folder `experiments/` is searched for here, beside the package and in it. Raises ConfigError
-    if the file is missing, fails (the message names the line) or defines no `experiment`.
+    NAME may be FOLDER/NAME. The folder `experiments/` is searched for here, beside the package and
+    in it. Raises ConfigError if the file is missing, fails (the message names the line) or defines
+    no `experiment`.
     """
     return read(name_or_path).experiment
 
@@ -73,7 +77,7 @@ def again(copy: Any, facts: dict[str, Any], text: str | None = None) -> Source:
 def in_library(text: str) -> Path | None:
     """The experiment file of the library that has exactly this text; None if there is none."""
     for folder in FOLDERS[1:]:
-        for path in folder.glob("[!_]*.py"):
+        for path in _files_of(folder).values():
             if read_text(path) == text:
                 return path
     return None
@@ -81,8 +85,19 @@ def in_library(text: str) -> Path | None:
 
 def available() -> dict[str, Path]:
     """The file of every experiment by name. For equal names the user's own file wins."""
-    paths = [path for folder in reversed(FOLDERS) for path in sorted(folder.glob("[!_]*.py"))]
-    return {path.stem: path for path in paths if path.stem not in PROGRAMS}
+    return {name: path for folder in reversed(FOLDERS) for name, path in _files_of(folder).items()}
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The experiment files of a folder by name, and those of its folders as FOLDER/NAME."""
+    files = {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
+    inner = sorted(folder.glob("[!_.]*/[!_]*.py"))
+    files |= {
+        f"{path.parent.name}/{path.stem}": path
+        for path in inner
+        if IS_EXPERIMENT.search(path.read_text(errors="replace"))
+    }
+    return {name: path for name, path in files.items() if name.split("/")[0] not in PROGRAMS}
 
 
 def _find(name: str) -> Path:
@@ -172,14 +187,15 @@ class _NoOptions(list):
 def _run(file: Any, path: Path, text: str | None = None) -> Source:
     """Runs `file` as if it were at `path`. The two differ for a copy."""
     text = read_text(file) if text is None else text
-    # files in experiments/ import each other as experiments.NAME
-    in_folder = path.parent.name == "experiments"
-    folder = imports.folder_at(str(path.parent.parent if in_folder else path.parent))
+    # files in experiments/ import each other as experiments.NAME, also those of its folders
+    home = next((each for each in path.parents[:2] if each.name == "experiments"), None)
+    folder = imports.folder_at(str(path.parent if home is None else home.parent))
     # A unique module name: nobody imports the file, and copy.py must not replace Python's module.
     digest = hashlib.sha256(f"{file}\n{text}".encode()).hexdigest()[:8]
     module: Any = types.ModuleType(f"experiment_{path.stem}_{digest}")
     module.__file__ = str(path)
-    module.__package__ = folder.name_of("experiments") if in_folder else ""
+    inner = [] if home is None else path.parent.relative_to(home).parts
+    module.__package__ = "" if home is None else ".".join((folder.name_of("experiments"), *inner))
     # functions are described by this text, even if the file is edited later
     module.__experiment_text__ = text
     module.__builtins__ = folder.builtins

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxformer import masks, models, objectives
 from jaxformer.config.offered import Offered
-from jaxformer.data import augment, corpus, images, labelled, mixing, pairs, sources, tasks
+from jaxformer.data import augment, chat, corpus, images, labelled, mixing, pairs, sources, tasks
 from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.evaluation import generation, perplexity, text_metrics
@@ -54,6 +54,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "data": _of(sources, "Text Stdlib")
     | _of(tasks, "Reverse Copy Sort Recall")
     | _of(pairs, "Pairs Packed Buckets")
+    | _of(chat, "Chat")
     | _of(corpus, "Corpus")
     | _of(mixing, "Mixed")
     | _of(images, "Digits Images")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxformer import config as C
+from jaxformer.errors import ConfigError
 from tests.config.values import message
 
 
@@ -254,3 +255,20 @@ def test_names_offered_contain_what_the_file_imports_from_this_library(folder):
     )
     names = C.read("x.py").names
     assert "causal" in names and not {"sqrt", "adam"} & set(names)
+
+
+def test_experiments_in_folders_of_experiments(folder):
+    """FOLDER/NAME is a file that defines an experiment; other files of the folder are its own."""
+    inner = folder / "experiments" / "study"
+    inner.mkdir()
+    (inner / "_parts.py").write_text("NAME = 'from a neighbour'\n")
+    (inner / "helper.py").write_text("NAME = 'no experiment'\n")
+    text = FILE.format(name="x").replace("'x'", "NAME").replace('"x"', "NAME")
+    (inner / "second.py").write_text(f"from experiments.study._parts import NAME\n{text}")
+    assert C.load("study/second").name == "from a neighbour"
+    assert "study/second" in C.available()
+    assert not {"study/helper", "study/_parts"} & C.available().keys()
+    assert {"chat/base", "chat/sft"} <= C.available().keys()
+    assert not any(name.startswith(("bench/", "launch/", "theory/")) for name in C.available())
+    with pytest.raises(ConfigError, match="did you mean 'study/second'"):
+        C.load("study/secnd")
