@@ -4,6 +4,7 @@ A model learns what the assistant says. Rows of a batch hold several packed conv
 """
 
 import itertools
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,22 +65,24 @@ class Chat:
         )
         texts = (text for conversation in train for text in texts_of(conversation.messages))
         tokenizer = tokenizers.by_name(self.tokenizer, None, texts)
-        tokenizer = tokenizer.with_chat(self._template(tokenizer))
+        tokenizer = tokenizer.with_chat(template_of(tokenizer, self.template, self.tokenizer))
         return open_chat(train, validation, tokenizer, model, self.rows, problems, self.train)
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
         """The question of a user's text alone."""
         return question(tokenizer, [{"role": "user", "content": text}], reference)
 
-    def _template(self, tokenizer: Any) -> ChatTemplate:
-        if self.template:
-            return read_template(self.template, _end_of_text(tokenizer))
-        return tokenizer.chat or read_template(self.tokenizer, _end_of_text(tokenizer))
+
+def template_of(tokenizer: Any, template: str, folder: str) -> ChatTemplate:
+    """The template of a name; without one, that of the tokenizer, or of the tokenizer's folder."""
+    if not template and tokenizer.chat is not None:
+        return tokenizer.chat
+    return read_template(template or folder, _end_of_text(tokenizer))
 
 
 def conversations(path: str, field: str, problems: Problems) -> Iterator[Conversation]:
     """The conversations of a file of records."""
-    for place, (messages,) in records(path, (field,), problems):
+    for place, (messages,) in records(os.path.expanduser(path), (field,), problems):
         problem = _problem(messages)
         if problem:
             problems.add(place, problem)

@@ -5,6 +5,7 @@ from jaxformer.objectives.classes import ClassCrossEntropy
 from jaxformer.objectives.corruption import SpanCorruption
 from jaxformer.objectives.masked import MaskedTokens, NextSentence
 from jaxformer.objectives.objective import StepContext, with_reports
+from jaxformer.objectives.preference import DPO, IPO, Preference, SimPO
 from jaxformer.objectives.spans import SpanCrossEntropy
 from jaxformer.objectives.tokens import PrefixLanguageModel, TokenCrossEntropy
 from jaxformer.ops.losses import LossSums

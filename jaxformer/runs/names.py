@@ -11,7 +11,18 @@ from typing import Any
 
 from jaxformer import masks, models, objectives
 from jaxformer.config.offered import Offered
-from jaxformer.data import augment, chat, corpus, images, labelled, mixing, pairs, sources, tasks
+from jaxformer.data import (
+    augment,
+    chat,
+    corpus,
+    images,
+    labelled,
+    mixing,
+    pairs,
+    preferences,
+    sources,
+    tasks,
+)
 from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.evaluation import generation, perplexity, text_metrics
@@ -55,6 +66,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     | _of(tasks, "Reverse Copy Sort Recall")
     | _of(pairs, "Pairs Packed Buckets")
     | _of(chat, "Chat")
+    | _of(preferences, "Preferences")
     | _of(corpus, "Corpus")
     | _of(mixing, "Mixed")
     | _of(images, "Digits Images")
@@ -64,7 +76,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "objective": _of(
         objectives,
         "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence"
-        " PrefixLanguageModel SpanCorruption",
+        " PrefixLanguageModel SpanCorruption Preference DPO IPO SimPO",
     )
     | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE),

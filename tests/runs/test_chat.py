@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -32,6 +33,31 @@ experiment = Experiment(
 )
 """
 ANSWERS = {"one": "1", "two": "2", "six": "6"}
+
+
+PREFERENCES = """
+from dataclasses import replace
+from experiments.tiny import experiment as sft
+from jaxformer.data.preferences import Preferences
+from jaxformer.models.adaptation import Lora
+from jaxformer.objectives import DPO, Preference
+from jaxformer.training import AdamW, Base, Checkpoints
+experiment = replace(
+    sft, name="dpo", initial="tiny", references={"reference": "tiny"}, metrics=(),
+    data=Preferences("pairs.jsonl", "pairs.jsonl", template="chatml"),
+    objective=Preference(DPO(beta=0.5)), optimizer=AdamW(2e-3, weight_decay=0.0),
+    steps=20, eval_every=10, checkpoints=Checkpoints(every=5, keep_latest=9),
+)
+"""
+LORA = """
+from dataclasses import replace
+from experiments.dpo import experiment as dpo
+from jaxformer.models.adaptation import Lora
+from jaxformer.training import Base
+experiment = replace(
+    dpo, name="lora", adaptation=Lora(rank=4), references={"reference": Base()}
+)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +109,37 @@ def test_a_talk_on_the_command_line(trained, capsys, monkeypatch):
         cli.runs.generate([str(path), "--chat", "--special-tokens"])
     with pytest.raises(ConfigError, match="beam search gives no pieces"):
         cli.runs.generate([str(path), "--chat", "--beams=2"])
+
+
+def result_of(folder, name):
+    (path,) = folder.glob(f"runs/{name}-*")
+    return path, json.loads((path / "result.json").read_text())["validation"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name, text", [("dpo", PREFERENCES), ("lora", LORA)])
+def test_preferences_after_conversations(name, text, trained, monkeypatch):
+    """It learns what is preferred, on 8 devices as on one, and resumes with the same bits."""
+    folder, _ = trained
+    monkeypatch.chdir(folder)
+    for file, content in (("dpo", PREFERENCES), (name, text)):
+        (folder / "experiments" / f"{file}.py").write_text(content)
+    rows = (
+        dict(prompt=word, chosen=f"{number}!", rejected=number) for word, number in ANSWERS.items()
+    )
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["train", name]) == 0
+    path, first = result_of(folder, name)
+    record = (path / "metrics.jsonl").read_text()
+    assert first["preferred"] == 1 and first["unit"] == "pairs" and "perplexity" not in first
+    assert first["chosen_reward"] > first["rejected_reward"]
+    for step in ("15", "20"):
+        shutil.rmtree(path / "checkpoints" / step)
+    assert cli.main(["train", name]) == 0
+    assert (path / "metrics.jsonl").read_text() == record and result_of(folder, name)[1] == first
+    assert cli.main(["train", name, "--mesh.fsdp=8", "--runs=split"]) == 0
+    (other,) = (folder / "split").glob(f"{name}-*")
+    split = json.loads((other / "result.json").read_text())["validation"]
+    shutil.rmtree(folder / "split")
+    # 20 steps of Adam in float32, whose sums are in another order
+    assert abs(split["margin"] - first["margin"]) < 1e-2 * abs(first["margin"])

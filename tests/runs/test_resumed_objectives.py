@@ -21,6 +21,7 @@ from jaxformer.models import (
     ModelConfig,
     TokenClassification,
 )
+from jaxformer.objectives import Preference, SimPO
 from jaxformer.runs import loop
 from jaxformer.training import (
     Checkpoints,
@@ -61,6 +62,11 @@ CASES = {
         replace(STACK, heads=(Classification(3),)),
         ClassCrossEntropy(),
         {"labels": ((), 3)},
+    ),
+    "preferences": (
+        replace(STACK, masks=(causal(),)),
+        Preference(SimPO(), reference=None),
+        {"tokens": ((2, 16), 30), "labels": ((2, 16), 30), "answers": ((2, 16), 2)},
     ),
     "drawn constants": (
         replace(
@@ -117,7 +123,8 @@ def experiment_of(name, steps, every):
         log_every=1,
         eval_every=steps,
         data=Random(
-            tuple(others.items()), isinstance(objective, SpanCrossEntropy | ClassCrossEntropy)
+            tuple(others.items()),
+            isinstance(objective, SpanCrossEntropy | ClassCrossEntropy | Preference),
         ),
         checkpoints=Checkpoints(every=every, keep_latest=3),
     )
