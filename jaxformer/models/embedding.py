@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.nn.initializers import normal
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from jaxformer import masks, params
 from jaxformer.config import code
@@ -47,6 +47,9 @@ class Embedder(NamedTuple):
     length: Callable = token_length  # the arrays -> T, the number of their positions
     width: int | None = None  # features of the result of `apply` and of the positions; None: D
     end: Callable = as_it_is  # (params, the sum [B, T, width], Context) -> [B, T, D]
+    # (the arrays, segment_ids [B, T] or None) -> positions [B or 1, T, ...] for the layers, such as
+    # the line and the column of a patch; None: tokens are counted. A cache does not keep them
+    positions: Callable | None = None
 
 
 def spec(config: ModelConfig) -> Tree:
@@ -102,6 +105,16 @@ def length(config: ModelConfig, inputs: Array) -> int:
             "resize them, or use models.vision.resize"
         )
     return config.embedding.length
+
+
+def positions(
+    config: ModelConfig, inputs: Array, segment_ids: Array | None
+) -> Num[Array, "_ T *place"] | None:
+    """The positions that an embedding of the user's own makes, or None."""
+    if isinstance(config.embedding, Embedding | Patches):
+        return None
+    own = config.embedding(config).positions
+    return None if own is None else own(inputs, segment_ids)
 
 
 def embed(

@@ -145,7 +145,7 @@ def read(
     trees = params.get("heads", {})
     outputs = {}
     check_params({"heads": heads.spec(config)}, {"heads": trees})
-    for name, head in heads.heads(config, params["embedding"].get("tokens")).items():
+    for name, head in heads.heads(config, params.get("embedding", {}).get("tokens")).items():
         with jax.named_scope("head"):
             outputs[name] = heads.run(
                 head, trees.get(name, {}), output.hidden, padding_mask, inputs, tokens
@@ -170,7 +170,7 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
     with jax.named_scope("embedding"):
         x = embedding.embed(
             config,
-            params["embedding"],
+            params.get("embedding", {}),  # it may have no parameters
             inputs.tokens,
             context.positions,
             token_types=inputs.token_types,
