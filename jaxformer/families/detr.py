@@ -231,7 +231,7 @@ def _backbone_rules(config: ResNet) -> list[Rule]:
     return result
 
 
-def _rules(config: EncoderDecoder) -> list[Rule]:
+def _rules(config: Any) -> list[Rule]:
     result = [
         *_backbone_rules(config.encoder.embedding.backbone),
         Rule("encoder/embedding/projection", "model.input_projection", "patches"),
