@@ -16,6 +16,7 @@ from jaxformer.families import (
     deberta_v2,
     deepseek_v3,
     deit,
+    detr,
     dinov2,
     distilbert,
     electra,
@@ -55,7 +56,7 @@ KNOWN = (
     gpt2, llama, olmo, qwen_moe, gemma, gpt_oss, phi, granite, smollm3, starcoder2, stablelm,
     glm4, cohere, gpt_neox, gptj, falcon, bloom, opt, deepseek_v3, reformer, bert, distilbert,
     electra, albert, modernbert, deberta_v2, longformer, bigbird, vit, deit, dinov2, clip, siglip,
-    vit_mae, t5, bart, marian, whisper,
+    vit_mae, t5, bart, marian, whisper, detr,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {
     kind: family for module in KNOWN for kind, family in module.FAMILIES.items()

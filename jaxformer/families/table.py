@@ -93,6 +93,13 @@ ROWS = (
         "Whisper: the source is log-mel frames `[B, frames, mel bins]`, theirs transposed",
         "classification; the decoder alone",
     ),
+    Row(
+        "detr",
+        "DETR with a ResNet of transformers or timm: the source is images, the target "
+        "`zoo.detr.object_numbers`",
+        "segmentation; another backbone; a dilated last stage (DC5); `auxiliary_loss`; learned "
+        "positions",
+    ),
 )
 
 

@@ -74,7 +74,7 @@ def _apply(embedder: Embedder, params: Tree, tokens, inputs: Tree, context: Cont
 
 
 def add_positions(
-    config: ModelConfig, params: Tree, x: Float[Array, "B T W"], positions: Int[Array, "_ T"]
+    config: ModelConfig, params: Tree, x: Float[Array, "B T W"], positions: Array
 ) -> Float[Array, "B T W"]:
     """x plus the vectors of absolute positions, if the config has any."""
     table = table_of(config, config.positions, x.shape[-1])

@@ -191,6 +191,9 @@ class Embedder(NamedTuple):
     length: Callable = token_length  # the arrays -> T, the number of their positions
     width: int | None = None  # features of the result of `apply` and of the positions; None: D
     end: Callable = as_it_is  # (params, the sum [B, T, width], Context) -> [B, T, D]
+    # (the arrays, segment_ids [B, T] or None) -> positions [B or 1, T, ...] for the layers, such as
+    # the line and the column of a patch; None: tokens are counted. A cache does not keep them
+    positions: Callable | None = None
 
 
 def linear_spec(config: ModelConfig, name: str, shape, axes, contracts, std: float) -> Tree:

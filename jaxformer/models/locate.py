@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Int, Num
 
 from jaxformer import masks
+from jaxformer.errors import ConfigError
 from jaxformer.masks import Mask
 from jaxformer.masks.rules import lookup
 from jaxformer.models import embedding
@@ -54,10 +55,18 @@ def locate(
 
 def token_positions(
     config: ModelConfig, inputs: Inputs, segment_positions: Any, cache: Any
-) -> Int[jax.Array, "_ T"]:
-    """`[B or 1, T]`: the caller's, those within segments, or a count behind the cached tokens."""
+) -> Num[jax.Array, "_ T *place"]:
+    """`[B or 1, T]`: the caller's, those within segments, or a count behind the cached tokens.
+
+    An embedding of the user's own may make other positions, also several numbers for each token.
+    """
     if inputs.positions is not None:
         return inputs.positions
+    own = embedding.embedder_of(config).positions
+    if own is not None:
+        if cache is not None:
+            raise ConfigError("apply: positions that model.embedding makes do not go with a cache")
+        return own(inputs.tokens, inputs.segment_ids)
     if segment_positions is not None:
         return segment_positions
     positions = jnp.arange(embedding.length(config, inputs.tokens))[None]
@@ -76,7 +85,9 @@ def key_positions(inputs: Inputs, segment_positions: Any) -> Any:
     return inputs.positions if inputs.cache is None else None
 
 
-def with_text_lengths(config: ModelConfig, cache: Any, positions: Int[jax.Array, "_ T"]) -> Any:
+def with_text_lengths(
+    config: ModelConfig, cache: Any, positions: Num[jax.Array, "_ T *place"]
+) -> Any:
     """The cache with the lengths of its texts, if rotations depend on them."""
     if cache is None or cache.text_lengths is not None:
         return cache

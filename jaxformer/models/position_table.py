@@ -21,7 +21,8 @@ class PositionTable(NamedTuple):
     """
 
     spec: Tree  # of `Spec`
-    apply: Callable  # (params, positions [B or 1, T]) -> [B or 1, T, D]
+    # (params, positions [B or 1, T], or what `Embedder.positions` makes) -> [B or 1, T, D]
+    apply: Callable
 
 
 def table_of(config: ModelConfig, positions: Any, width: int | None = None) -> PositionTable | None:

@@ -139,7 +139,7 @@ def read(
     trees = params.get("heads", {})
     outputs = {}
     check_params({"heads": heads.spec(config)}, {"heads": trees})
-    for name, head in heads.heads(config, params["embedding"].get("tokens")).items():
+    for name, head in heads.heads(config, params.get("embedding", {}).get("tokens")).items():
         with jax.named_scope("head"):
             outputs[name] = heads.run(
                 head, trees.get(name, {}), output.hidden, padding_mask, inputs, tokens
@@ -162,7 +162,8 @@ def encode(config: ModelConfig, params: Tree, inputs: Inputs) -> Output:
         embedding_key, layers_key = jax.random.split(inputs.dropout_key)
     with jax.named_scope("embedding"):
         with_key = replace(context, dropout_key=embedding_key)
-        x = embedding.embed(config, params["embedding"], inputs.tokens, with_key, inputs.inputs)
+        of_embedding = params.get("embedding", {})  # it may have no parameters
+        x = embedding.embed(config, of_embedding, inputs.tokens, with_key, inputs.inputs)
         x = context.tap("embedding", ops.dropout(x, config.dropout_rate, embedding_key))
     layers = Layers(
         params["layers"],

@@ -119,7 +119,7 @@ def head_cross_entropy(
     `params` are those of the stack.
     """
     head_params = params.get("heads", {}).get(head.name, {})
-    table = params["embedding"].get("tokens")
+    table = params.get("embedding", {}).get("tokens")
     hidden, kernel, bias = heads.unembedding(config, head, head_params, hidden, table)
     return projected_cross_entropy(
         hidden, kernel, labels, weights, bias=bias, softcap=config.logit_softcap, **options

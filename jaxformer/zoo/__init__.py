@@ -53,6 +53,13 @@ OFFERED = {
     "temperature": "temperature",
     "inverse_depth_scale": "temperature",
     "MelFrames": "whisper",
+    "ResNet": "resnet",
+    "FeatureMap": "detr",
+    "grid_sines": "detr",
+    "no_content": "detr",
+    "post_norm_twice": "detr",
+    "ObjectClasses": "detr",
+    "Boxes": "detr",
 }
 PRESETS_OF = {
     "decoders": (
@@ -107,6 +114,7 @@ PRESETS_OF = {
         "whisper_large",
         "whisper_large_v3",
     ),
+    "detr": ("detr_r50", "detr_r101"),
 }
 OFFERED |= {name: file for file, names in PRESETS_OF.items() for name in names}
 _CLASSES = {name: file for name, file in OFFERED.items() if name[0].isupper()}

@@ -10,6 +10,7 @@ import numpy as np
 from jaxformer import models
 from jaxformer.families import Checkpoint
 from jaxformer.models import EncoderDecoder, ModelConfig
+from jaxformer.zoo import detr
 
 # model_types whose positions count the tokens that are not the pad token
 COUNT_TOKENS = ("roberta", "longformer", "xlm-roberta", "camembert")
@@ -30,7 +31,9 @@ def translate(checkpoint: Checkpoint, **arguments: Any) -> tuple[jax.Array, dict
     given = {name: np.asarray(value) for name, value in arguments.items()}
     if "multiple_choice" in heads(checkpoint):
         given = {name: array.reshape(-1, *array.shape[2:]) for name, array in given.items()}
-    if isinstance(checkpoint.config, EncoderDecoder):
+    if checkpoint.model_type == "detr":
+        tokens, options = call_detector(checkpoint.config, given)
+    elif isinstance(checkpoint.config, EncoderDecoder):
         tokens, options = call_pair(given)
     elif "pixel_values" in given:
         tokens, options = given.pop("pixel_values").transpose(0, 2, 3, 1), {}
@@ -50,6 +53,15 @@ def heads(checkpoint: Checkpoint) -> set[str]:
 
 
 # Each function removes its arguments from `given`.
+def call_detector(config: EncoderDecoder, given: dict[str, np.ndarray]) -> tuple[Any, dict]:
+    images = given.pop("pixel_values").transpose(0, 2, 3, 1)
+    options = dict(source=images, segment_ids=given.pop("decoder_attention_mask", None))
+    if "pixel_mask" in given:
+        mask = detr.feature_mask(config.encoder.embedding.backbone, given.pop("pixel_mask"))
+        options["source_segment_ids"] = mask
+    return detr.object_numbers(config, len(images)), options
+
+
 def call_pair(given: dict[str, np.ndarray]) -> tuple[np.ndarray, dict]:
     target = given.pop("decoder_input_ids")
     if "input_features" in given:

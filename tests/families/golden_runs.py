@@ -10,8 +10,10 @@ import numpy as np
 
 from jaxformer import families, models
 from jaxformer.interop import safetensors
-from jaxformer.zoo import distilled, masked_autoencoder
+from jaxformer.models import EncoderDecoder
+from jaxformer.zoo import detr, distilled, masked_autoencoder
 from tests import golden
+from tests.golden.families import feature_mask
 
 # their output's name -> our head's, and how ours looks in theirs
 HEADS = {
@@ -24,6 +26,7 @@ HEADS = {
     "pooler_output": "pooled",
     "image_embeds": "features",
     "text_embeds": "features",
+    "pred_boxes": "boxes",
 }
 
 
@@ -34,6 +37,13 @@ def call(config, kept: dict[str, np.ndarray], dtype) -> tuple:
         for name, x in kept.items()
         if name.startswith("inputs/")
     }
+    if "pixel_values" in given and isinstance(config, EncoderDecoder):
+        images = given["pixel_values"].transpose(0, 2, 3, 1).astype(dtype)
+        options = {"source": images}
+        if "pixel_mask" in given:
+            backbone = config.encoder.embedding.backbone
+            options["source_segment_ids"] = detr.feature_mask(backbone, given["pixel_mask"])
+        return (detr.object_numbers(config, len(images)),), options
     if "pixel_values" in given:
         options = {"inputs": {"noise": given["noise"]}} if "noise" in given else {}
         return (given["pixel_values"].transpose(0, 2, 3, 1).astype(dtype),), options
@@ -107,6 +117,8 @@ def real(kept: dict[str, np.ndarray], name: str) -> np.ndarray:
     if name == "encoder_last_hidden_state":
         mask = kept.get("inputs/attention_mask")
     shape = kept[f"outputs/{name}"].shape
+    if name == "encoder_last_hidden_state" and "inputs/pixel_mask" in kept:
+        mask = feature_mask(kept["inputs/pixel_mask"], shape[1])
     if mask is None or shape[:2] != mask.shape:
         return np.ones((1,) * len(shape), bool)
     return (mask > 0).reshape(mask.shape + (1,) * (len(shape) - 2))

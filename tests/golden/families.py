@@ -51,6 +51,16 @@ def pair(
     return tokens(V, source, 13, pad=pad) | decoder
 
 
+def feature_mask(pixel_mask: np.ndarray, count: int) -> np.ndarray:
+    """[B, count]: where the features of padded images are no padding. A feature is the first of its
+    pixels, which are a power of two in both directions."""
+    _, height, width = pixel_mask.shape
+    sizes = [(-(-height // 2**k), -(-width // 2**k)) for k in range(8)]
+    lines, columns = next(size for size in sizes if size[0] * size[1] == count)
+    down, across = np.arange(lines) * height // lines, np.arange(columns) * width // columns
+    return pixel_mask[:, down][:, :, across].reshape(len(pixel_mask), count)
+
+
 def _bert(model: str, **config) -> Case:
     kinds = (np.arange(T) >= np.array([[5], [3], [7]])).astype(int)
     sizes = dict(

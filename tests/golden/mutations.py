@@ -32,6 +32,7 @@ from jaxformer.families.tied_head import names_in_file
 from jaxformer.interop import safetensors
 from jaxformer.masks import causal, full, window
 from jaxformer.models import (
+    AttentionPositions,
     Classification,
     Embedding,
     EncoderDecoder,
@@ -149,6 +150,9 @@ def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelCon
         for name, other in other_positions(config.positions)
     )
     yield from ((name, replace(config, mixer=other)) for name, other in other_mixers(config.mixer))
+    if isinstance(config.embedding, zoo.FeatureMap):
+        for name, backbone in other_backbones(config.embedding.backbone):
+            yield name, replace(config, embedding=zoo.FeatureMap(backbone))
     if isinstance(moe := config.feedforward, Mixture):
         for name, change in {
             "one expert a token": dict(top_k=1, normalise=False),
@@ -174,6 +178,18 @@ def of_config(config: ModelConfig, heads: tuple) -> Iterator[tuple[str, ModelCon
             )
     if heads and isinstance(heads[0], LanguageModel):
         yield "logits capped", replace(config, logit_softcap=30.0)
+
+
+def other_backbones(backbone: zoo.ResNet) -> Iterator[tuple[str, zoo.ResNet]]:
+    strides = {
+        zoo.resnet.bottleneck: zoo.resnet.early_bottleneck,
+        zoo.resnet.early_bottleneck: zoo.resnet.bottleneck,
+    }
+    if backbone.block in strides:
+        yield "the stride in another convolution", replace(backbone, block=strides[backbone.block])
+    yield "the stride of the first stage", replace(backbone, first_stride=3 - backbone.first_stride)
+    other = OTHER[backbone.activation]
+    yield "another activation of the backbone", replace(backbone, activation=other)
 
 
 def other_mask(mask: masks.Mask) -> masks.Mask:
@@ -219,6 +235,9 @@ def other_positions(positions) -> Iterator[tuple[str, Any]]:
                     )
                     yield f"RoPE: {field} doubled", replace(positions, scaling=changed)
             yield "no RoPE", None
+        case AttentionPositions():
+            yield "no positions in attention", None
+            yield "positions at the first states alone", Sinusoidal()
         case tuple():
             yield "rotations of layers exchanged", positions[::-1]
             yield "one rotation for all layers", positions[:1]
@@ -343,8 +362,22 @@ def of_parameters(config: ModelConfig, leaves: dict[str, Any]) -> Iterator[tuple
     for name in leaves:
         if name.endswith("/scale"):
             yield f"{name} dropped", changed(jnp.ones_like, name)
-        elif name.endswith("norm/bias") or (name.startswith("heads/") and name.endswith("bias")):
+        elif name.endswith(("norm/bias", "norm/mean")) or (
+            name.startswith("heads/") and name.endswith("bias")
+        ):
             yield f"{name} dropped", changed(jnp.zeros_like, name)
+        elif name.endswith("norm/variance"):
+            yield f"{name} dropped", changed(jnp.ones_like, name)
+        elif name.startswith("embedding/backbone") and name.endswith("kernel"):
+            turned = lambda a: a.swapaxes(1, 2)
+            yield f"{name} with lines as columns", changed(turned, name)
+            yield f"{name} with channels shifted", changed(partial(jnp.roll, shift=1, axis=0), name)
+    if "shared/positions" in leaves:
+        yield (
+            "object queries shifted",
+            changed(partial(jnp.roll, shift=1, axis=0), "shared/positions"),
+        )
+        yield "no object queries", changed(jnp.zeros_like, "shared/positions")
     if "embedding/projection/bias" in leaves:
         yield "no bias of the embedding's map", changed(jnp.zeros_like, "embedding/projection/bias")
     if f"{attention}/query/kernel" not in leaves:  # dense layers, then layers of experts
@@ -587,6 +620,13 @@ def of_calls(
             drop | {"inputs/attention_mask": np.ones_like(mask)},
             {},
         )
+    if "inputs/pixel_mask" in kept:
+        ones = {"inputs/pixel_mask": np.ones_like(kept["inputs/pixel_mask"])}
+        yield "padding of images is seen", kept | ones, {}
+        positions = {
+            "source_positions": jnp.arange(kept["outputs/encoder_last_hidden_state"].shape[1])[None]
+        }
+        yield "features counted", kept, positions
     if "inputs/token_type_ids" in kept:
         yield (
             "token types not given",

@@ -5,6 +5,7 @@ import copy
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,6 +18,7 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 from tests.golden import CASES
+from tests.golden.families import feature_mask
 
 transformers.utils.logging.disable_progress_bar()
 GENERATED = 64
@@ -74,6 +76,8 @@ def write(name: str, folder: Path) -> None:
         with torch.no_grad():
             for parameter in single.parameters():
                 parameter.zero_()  # also those that are never trained
+            for buffer in norms(single):
+                buffer.zero_()
             for tensor, source in zip(tensors(single), tensors(model), strict=True):
                 tensor.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
                 assert torch.isfinite(tensor).all(), f"a gradient of {name} is not finite"
@@ -123,6 +127,18 @@ def redraw(model, seed: int) -> None:
             draw = 0.7 * draw
         tensor.copy_(torch.from_numpy(np.asarray(draw, np.float32)))
         tensor.requires_grad_()
+    for i, tensor in enumerate(norms(model)):
+        draw = rng.normal(size=tuple(tensor.shape))
+        around_one = np.exp(0.3 * draw)
+        draw = 0.3 * draw if i % 4 in (1, 2) else around_one
+        tensor.copy_(torch.from_numpy(np.asarray(draw, np.float32)))
+
+
+def norms(model) -> Iterator[torch.Tensor]:
+    """The factors, biases, means and variances of frozen batch norms: saved, and never trained."""
+    for module in model.modules():
+        if "FrozenBatchNorm" in type(module).__name__:
+            yield from (module.weight, module.bias, module.running_mean, module.running_var)
 
 
 def finite_masks():
@@ -159,6 +175,8 @@ def real(inputs: dict[str, np.ndarray], key: str, array) -> np.ndarray:
         "decoder_" if "decoder_attention_mask" in inputs and not key.startswith("encoder") else ""
     )
     mask = inputs.get(f"{decoder}attention_mask")
+    if "pixel_mask" in inputs and key.startswith("encoder"):
+        mask = feature_mask(inputs["pixel_mask"], array.shape[1])
     if mask is None or mask.shape != array.shape[:2]:
         return np.ones(array.shape, bool)
     return np.broadcast_to((mask > 0).reshape(mask.shape + (1,) * (array.ndim - 2)), array.shape)

@@ -332,3 +332,43 @@ def test_tokens_beyond_the_vocabulary_give_nan_on_both_ends(token):
     config = ModelConfig(vocab_size=19, num_layers=1, d_model=8, num_heads=2, context_length=4)
     logits = apply(config, random(config), jnp.array([[1, token], [2, 18]])).logits
     assert np.isnan(logits[0, 1]).all() and np.isfinite(logits[1]).all()
+
+
+def counted_by_three(config):
+    """An embedding without parameters whose tokens stand three positions apart."""
+
+    def apply(own, tokens, inputs, context):
+        return jax.nn.one_hot(tokens % D, D)
+
+    def positions(tokens, segment_ids):
+        places = 3 * jnp.arange(tokens.shape[1])[None]
+        return places if segment_ids is None else places + segment_ids
+
+    return embedding.Embedder({}, apply, positions=positions)
+
+
+PLACED = replace(
+    TEXT,
+    embedding=counted_by_three,
+    positions=models.AttentionPositions(Sinusoidal()),
+    heads=(Classification(3),),
+    tie_embeddings=False,
+)
+
+
+def test_an_embedding_of_ones_own_may_make_the_positions():
+    """They are those that a caller would give, who goes before them; and it needs no parameters."""
+    own = random(PLACED)
+    assert "embedding" not in own
+    run = jax.jit(lambda **options: models.apply(PLACED, own, tokens(), **options).hidden)
+    np.testing.assert_allclose(run(), run(positions=3 * jnp.arange(T)[None]), **ROUNDING)
+    assert float(jnp.abs(run() - run(positions=jnp.arange(T)[None])).max()) > 1e-3
+    ids = jnp.ones((B, T), int)
+    given = run(segment_ids=ids, positions=jnp.broadcast_to(3 * jnp.arange(T) + 1, (B, T)))
+    np.testing.assert_allclose(run(segment_ids=ids), given, **ROUNDING)
+
+
+def test_positions_that_an_embedding_makes_are_in_no_cache():
+    config = replace(PLACED, vocab_size=V, heads=(LanguageModel(),))
+    with pytest.raises(ConfigError, match=r"positions that model\.embedding makes"):
+        decoding.generate(config, random(config), [[1, 2]], 2)

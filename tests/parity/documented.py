@@ -408,6 +408,7 @@ OUTPUTS = {
     "image_embeds": lambda output: output.heads["features"],
     "text_embeds": lambda output: output.heads["features"],
     "logits": lambda output: output.logits,
+    "pred_boxes": lambda output: output.heads["boxes"],
     "prediction_logits": lambda output: output.heads["language_model"],
     "seq_relationship_logits": lambda output: output.heads["next_sentence"],
     "sop_logits": lambda output: output.heads["sentence_order"],

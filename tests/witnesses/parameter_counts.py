@@ -128,8 +128,11 @@ def witness() -> dict[str, np.ndarray]:
     return {name: np.asarray(count(*build)) for name, build in builds().items()}
 
 
-def count(model_class: str, config, less: str = "", more: int = 0) -> int:
-    """Distinct parameters, without those whose name contains `less`."""
+def count(
+    model_class: str, config, less: str = "", more: int = 0, buffers: str | None = None
+) -> int:
+    """Distinct parameters, without those whose name contains `less`, and with the buffers whose
+    name contains `buffers`."""
     import torch
     import transformers
 
@@ -139,6 +142,8 @@ def count(model_class: str, config, less: str = "", more: int = 0) -> int:
     sizes = {
         id(p): p.numel() for name, p in model.named_parameters() if not less or less not in name
     }
+    if buffers is not None:
+        sizes |= {id(b): b.numel() for name, b in model.named_buffers() if buffers in name}
     return sum(sizes.values()) + more
 
 

@@ -36,6 +36,12 @@ VIT_MAE = {  # of NAMES, and patch_size
     "vit_mae_huge": (1280, 5120, 32, 16, 14),
 }
 
+DETR = {  # depths of the backbone, classes
+    "detr_r50": ([3, 4, 6, 3], 91),
+    "detr_r101": ([3, 4, 23, 3], 91),
+    "detr_r50_panoptic": ([3, 4, 6, 3], 250),  # without its head of masks
+}
+
 
 def settings() -> dict[str, tuple[str, str, dict]]:
     """{name: (model_type, class of transformers, its settings)}."""
@@ -61,14 +67,24 @@ def settings() -> dict[str, tuple[str, str, dict]]:
     for name, row in VIT_MAE.items():
         own = dict(zip((*NAMES, "patch_size"), row, strict=True))
         found[name] = "vit_mae", "ViTMAEForPreTraining", own
+    for name, (depths, classes) in DETR.items():
+        own = dict(backbone_config=dict(model_type="resnet", depths=depths), num_labels=classes)
+        found[name] = "detr", "DetrForObjectDetection", own
+    found["detr_r50_bare"] = "detr", "DetrModel", dict(backbone_config=dict(model_type="resnet"))
     return found
 
 
 def witness() -> dict[str, np.ndarray]:
-    """{name: number of parameters}."""
+    """{name: number of parameters}. The frozen norms of DETR, which are buffers there, count."""
     import transformers
 
     return {
-        name: np.asarray(count(model, getattr(transformers, model).config_class(**own)))
-        for name, (_, model, own) in settings().items()
+        name: np.asarray(
+            count(
+                model,
+                getattr(transformers, model).config_class(**own),
+                buffers="backbone" if kind == "detr" else None,
+            )
+        )
+        for name, (kind, model, own) in settings().items()
     }

@@ -86,7 +86,7 @@ def rows(
     source_width = None if source is None else source.d_model
     spec = transformer.spec(config, source_width)
     layers = layout.kinds(config, source_width)
-    yield from _inputs(config, spec["embedding"], label)
+    yield from _inputs(config, spec.get("embedding", {}), label)
     yield from _layers(config, [layer.spec for layer in layers], reads_source=source is not None)
     for name, tree in (layers[0].block.stack_spec or {}).items():
         if name == "final_norm":
