@@ -99,6 +99,17 @@ IMPORTED = (
     ),
     Private(
         "jaxformer/runs/orbax_internals.py",
+        "orbax.checkpoint._src.metadata.array_metadata_store",
+        "Store._maybe_create_base_dir",
+        ("self", "base_dir"),
+        "orbax-checkpoint 0.12.8",
+        (
+            "waits up to ten minutes until process 0 makes a folder, also for one that failed; "
+            "replaced by a function with which each process makes it"
+        ),
+    ),
+    Private(
+        "jaxformer/runs/orbax_internals.py",
         "orbax.checkpoint._src.multihost.multihost",
         "sync_global_processes",
         ("name",),
@@ -122,6 +133,7 @@ ATTRIBUTES = {
         "orbax-checkpoint 0.12.8",
         "bytes copied from devices at once",
     ),
+    "_maybe_create_base_dir": ("orbax-checkpoint 0.12.8", "a wait for process 0, see above"),
     "_checkpointer": (
         "orbax-checkpoint 0.12.8",
         "drops the errors of a failed save, which later saves would raise",

@@ -16,12 +16,13 @@ class Call:
     """A call that some members have not come to yet.
 
     `what` is its purpose in words. The run ends after `limit` seconds without progress (None:
-    never).
+    never). `work` is the number of the common work that it is a part of, or -1.
     """
 
     what: str
     members: list[int]
     limit: float | None
+    work: int = -1
     values: dict[int, Any] = field(default_factory=dict)
     waited: float = 0.0
 
@@ -37,6 +38,7 @@ class Hub:
         self.calls: dict[str, Call] = {}
         # process -> (how often it reported progress, where it is)
         self.places: dict[int, tuple[int, str]] = {}
+        self._abandoned: set[int] = set()  # works whose calls nobody comes to any more
         self._counted: dict[int, int] = {}
         self._stopping: int | None = None
 
@@ -49,8 +51,11 @@ class Hub:
                 "members": list(members),
                 "limit": limit,
             }:
-                return self._come(index, key, value, Call(what, members, limit))
-            case {"abandon": int(), "text": str()}:
+                call = Call(what, members, limit, message.get("work", -1))
+                return [] if call.work in self._abandoned else self._come(index, key, value, call)
+            case {"abandon": int(work), "text": str()}:
+                self._abandoned.add(work)
+                self.calls = {key: call for key, call in self.calls.items() if call.work != work}
                 return self._to_all(message)
             case {"place": str(place), "moves": int(moves)}:
                 self._move(index, moves, place)

@@ -99,7 +99,7 @@ class Peers:
         members = list(range(len(self.names))) if members is None else members
         # a value that JSON cannot hold raises here, in the thread that gave it
         value = json.loads(json.dumps(value))
-        self._order(call=key, what=what, value=value, members=members, limit=limit)
+        self._order(call=key, what=what, value=value, members=members, limit=limit, work=work)
         with self._changed:
             self._changed.wait_for(lambda: key in self._answers or work in self._abandoned)
             if key in self._answers:

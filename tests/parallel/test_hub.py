@@ -84,6 +84,18 @@ def test_a_work_that_one_abandons_is_abandoned_by_all():
     assert Hub(NAMES).receive(1, message) == [(index, message) for index in range(3)]
 
 
+def test_nobody_is_blamed_for_not_coming_to_an_abandoned_work():
+    """Those who came were told to go on; a wait that is left over would end the run later."""
+    hub = Hub(NAMES)
+    call = {"what": "the save of step 6", "value": None, "members": [0, 1, 2], "limit": 10.0}
+    assert hub.receive(0, call | {"call": "work/4/written/0", "work": 4}) == []
+    assert hub.receive(0, call | {"call": "work/5/written/0", "work": 5}) == []
+    hub.receive(1, {"abandon": 4, "text": "a full disk"})
+    hub.receive(2, call | {"call": "work/4/written/1", "work": 4})  # it was on its way
+    assert list(hub.calls) == ["work/5/written/0"]
+    assert hub.late(11.0).startswith(f"{NAMES[1]}, {NAMES[2]} did not come")
+
+
 def test_a_signal_stops_all_after_the_same_step():
     """It is a step that none of them has passed: nobody begins another one before the step is
     known."""

@@ -1,6 +1,7 @@
 """Checkpoints: what is restored is what was saved, whatever happened meanwhile to process, disk or
 mesh."""
 
+import asyncio
 import contextlib
 import errno
 import gc
@@ -23,6 +24,7 @@ import numpy as np
 import optax
 import pytest
 import tensorstore
+from etils import epath
 from flax import struct
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
@@ -899,3 +901,15 @@ def test_a_save_blocks_for_milliseconds(tmp_path, capsys):
             f"\n{count:,} numbers: blocked/total ms {' '.join(ms)}; restore {1e3 * restored:.0f} ms"
         )
     assert rows[0][0] < 3 and rows[-1][0] < 0.5
+
+
+def test_no_process_waits_for_a_folder_that_the_first_one_makes(tmp_path):
+    """Process 0 may have failed, and its folder is gone: orbax would wait for ten minutes."""
+    from orbax.checkpoint._src.metadata.array_metadata_store import Store
+
+    Manager(tmp_path / "any", keep_latest=1).close()
+    folder = epath.Path(tmp_path / "gone" / "array_metadatas")
+    other_process = Store(primary_host=1)  # this process is number 0, so it is not the primary one
+    for _ in range(2):
+        asyncio.run(asyncio.wait_for(other_process._maybe_create_base_dir(folder), 60))
+        assert folder.is_dir()
