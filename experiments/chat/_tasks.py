@@ -138,7 +138,8 @@ class Talks:
             found = facts(rng, 2 * count, bool(split))
             splits.append([self._talk(rng, i, found[2 * i : 2 * i + 2]) for i in range(count)])
         tokenizer = tokenizers.Bytes().with_chat(built_in("chatml"))
-        return chat.open_chat(*splits, tokenizer, model, name="talks")
+        train, validation = splits
+        return chat.open_chat(train, validation, tokenizer, model, name="talks")
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
         return chat.question(tokenizer, [{"role": "user", "content": text}], reference)

@@ -56,13 +56,13 @@ class Preferences:
 
     def open(self, model: Any) -> Dataset:
         problems = Problems(self.bad_rows)
-        splits = [
+        train, validation = (
             list(self._choices(os.path.expanduser(path), problems))
             for path in (self.train, self.validation)
-        ]
+        )
         tokenizer = tokenizers.by_name(self.tokenizer, None)
         tokenizer = tokenizer.with_chat(template_of(tokenizer, self.template, self.tokenizer))
-        return open_preferences(*splits, tokenizer, model, problems, self.train)
+        return open_preferences(train, validation, tokenizer, model, problems, self.train)
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
         """The question of a user's text alone."""
@@ -167,9 +167,12 @@ class Rows:
     def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The pairs at `indices`: tokens, labels and answers [B, 2, T], weights [B]."""
         shape = len(indices), 2, self.length
-        batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "labels")}
-        batch["answers"] = np.zeros(shape, np.float32)
-        batch["weights"] = np.ones(len(indices), np.float32)
+        batch: dict[str, np.ndarray] = {
+            "tokens": np.zeros(shape, np.int32),
+            "labels": np.zeros(shape, np.int32),
+            "answers": np.zeros(shape, np.float32),
+            "weights": np.ones(len(indices), np.float32),
+        }
         for row, index in enumerate(indices):
             for side, text in enumerate(self.pairs[index]):
                 n = len(text.tokens) - 1

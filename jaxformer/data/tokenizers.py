@@ -298,9 +298,12 @@ class BPE(_Tokenizer):
 
     @functools.cached_property
     def control_tokens(self) -> dict[str, int]:
-        added = (token["content"] for token in self.state["tokenizer"]["added_tokens"])
-        ids = {name: self.id_of(name) for name in added}
+        ids = {name: self.id_of(name) for name in sorted(self._control_names())}
         return {name: id for name, id in ids.items() if id is not None}
+
+    def _control_names(self) -> set[str]:
+        end = None if self.end_of_text is None else self._tokenizer.id_to_token(self.end_of_text)
+        return tokenizer_json.control_tokens(self.state["tokenizer"], end)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         tokenizer = self._reading_names._tokenizer
@@ -326,8 +329,7 @@ class BPE(_Tokenizer):
         each such piece a random name, which no text contains.
         """
         state = self.state["tokenizer"]
-        end = None if self.end_of_text is None else self._tokenizer.id_to_token(self.end_of_text)
-        names = tokenizer_json.control_tokens(state, end)
+        names = self._control_names()
         if not any(self.id_of(name) in self._ids_or_none(name) for name in names):
             return self._tokenizer
         secret_names = {name: f"{name} {secrets.token_hex(16)}" for name in names}

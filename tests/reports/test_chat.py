@@ -203,3 +203,17 @@ def test_a_template_that_refuses(tmp_path):
     source = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(ConfigError, match=r"talks\.jsonl:1: not a conversation.*System role not"):
         examples(tmp_path, "{% if messages[0].role == 'system' %}" + source + "{% endif %}", TALK)
+
+
+@pytest.mark.report(
+    "EleutherAI/gpt-neox#585",
+    right="added tokens that are text, such as runs of spaces, are tokens in messages, too",
+    hit="a draft took them for control tokens, which a message cannot write",
+)
+def test_added_tokens_that_are_text():
+    state = bpe(*NAMES, "    ").state["tokenizer"]
+    state["added_tokens"][-1]["special"] = False
+    tokenizer = tokenizers.BPE(json.dumps(state)).with_chat(ChatTemplate(PLAIN_TURNS))
+    talk = [{"role": "user", "content": "a    b"}, {"role": "assistant", "content": "c"}]
+    assert "    " not in tokenizer.control_tokens
+    assert tokenizer.id_of("    ") in chat.encode(tokenizer, talk).tokens
