@@ -78,7 +78,8 @@ def test_the_blocks_of_a_page_run_as_they_are_read(page, capsys, tmp_path, monke
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("default")  # theirs
-def test_weights_of_torch_load_as_the_page_says(capsys):
+def test_weights_of_torch_load_as_the_page_says(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = {"__name__": "__page__"}
     for block in re.findall(
         r"^```python\n(.*?)^```", PAGES["pytorch"].read_text(), flags=re.DOTALL | re.MULTILINE

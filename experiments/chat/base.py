@@ -1,33 +1,21 @@
 """A small decoder that reads statements about sums, dates, units and spelling, byte by byte.
 
 It learns the facts, not to answer: `chat/sft` begins with its parameters.
-Expected: see chat/sft.
+Expected: a validation loss of 0.59 nats a byte. Most of it is the random choice of each fact.
+Time: 10 minutes on two CPU cores; 33 beside other work.
 Command: make train EXP=chat/base
 """
 
 from experiments.chat._tasks import Statements
-from jaxformer.masks import causal, window
-from jaxformer.models import ModelConfig
-from jaxformer.ops.positions import Rope
-from jaxformer.training import AdamW, Cosine, Experiment, Sample
+from experiments.quickstart import experiment as quickstart
+from jaxformer.training import Experiment, Sample
 
 experiment = Experiment(
     name="chat_base",
-    model=ModelConfig(
-        vocab_size=256,
-        num_layers=4,
-        d_model=128,
-        num_heads=4,
-        context_length=128,
-        feedforward="relu2",
-        norm="rms_norm",
-        positions=Rope(),
-        masks=(causal() & window(127),),
-        use_bias=False,
-    ),
+    model=quickstart.model,
     data=Statements(),
-    optimizer=AdamW(learning_rate=3e-3, b2=0.98),
-    schedule=Cosine(warmup=50),
+    optimizer=quickstart.optimizer,
+    schedule=quickstart.schedule,
     steps=2500,
     batch_size=16,
     precision="bfloat16",

@@ -24,8 +24,7 @@ from jaxformer.errors import ConfigError, did_you_mean
 PACKAGE = Path(__file__).resolve().parents[1]
 # the user's own, those of a checkout, those of an installed package
 FOLDERS = (Path("experiments"), PACKAGE.parent / "experiments", PACKAGE / "builtin" / "experiments")
-# files and folders in experiments/ whose files are programs
-PROGRAMS = ("one_file", "bench", "launch", "theory")
+PROGRAMS = ("one_file", "bench", "launch", "theory")  # in experiments/: they are not listed
 IS_EXPERIMENT = re.compile(r"^experiment\b.*=", flags=re.MULTILINE)  # in the text of a file
 # bytes and nesting of files that anybody may have written; `describe` nests less
 LARGEST = 100_000_000
@@ -51,9 +50,8 @@ class Source:
 def load(name_or_path: str) -> Any:
     """The `experiment` of a file: a path that ends in `.py`, or NAME of an `experiments/NAME.py`.
 
-    NAME may be FOLDER/NAME. The folder `experiments/` is searched for here, beside the package and
-    in it. Raises ConfigError if the file is missing, fails (the message names the line) or defines
-    no `experiment`.
+    NAME may be FOLDER/NAME. `experiments/` is searched for here, beside the package and in it.
+    Raises ConfigError if the file is missing, fails (the message names the line) or defines none.
     """
     return read(name_or_path).experiment
 
@@ -91,12 +89,9 @@ def available() -> dict[str, Path]:
 def _files_of(folder: Path) -> dict[str, Path]:
     """The experiment files of a folder by name, and those of its folders as FOLDER/NAME."""
     files = {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
-    inner = sorted(folder.glob("[!_.]*/[!_]*.py"))
-    files |= {
-        f"{path.parent.name}/{path.stem}": path
-        for path in inner
-        if IS_EXPERIMENT.search(path.read_text(errors="replace"))
-    }
+    for path in sorted(folder.glob("[!_.]*/[!_]*.py")):
+        if IS_EXPERIMENT.search(path.read_text("utf-8", "replace")):
+            files[f"{path.parent.name}/{path.stem}"] = path
     return {name: path for name, path in files.items() if name.split("/")[0] not in PROGRAMS}
 
 

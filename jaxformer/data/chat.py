@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxformer.data import tokenizers
 from jaxformer.data.chat_template import ChatTemplate, Messages, read_template, texts_of
-from jaxformer.data.pairs import Example, Packed, dataset_of_examples
+from jaxformer.data.packing import Example, Packed, dataset_of_examples
 from jaxformer.data.records import Policy, Problems, paths_as_text, records
 from jaxformer.data.sources import Dataset, Question, context_length
 from jaxformer.errors import ConfigError
@@ -106,6 +106,7 @@ def open_chat(
     problems = problems or Problems()
     length = context_length(model)
     splits = [list(_examples(split, tokenizer, length, problems)) for split in (train, validation)]
+    check_ends(tokenizer, [example.labels[-1] for split in splits for _, example in split])
     questions = [_last_question(tokenizer, messages) for messages, _ in splits[1]]
     return dataset_of_examples(
         *([example for _, example in split] for split in splits),
@@ -156,6 +157,17 @@ def with_ends(encoded: Encoded, stops: Collection[int]) -> Encoded:
             stop += 1
         turns.append((start, stop))
     return Encoded(encoded.tokens, says, tuple(turns))
+
+
+def check_ends(tokenizer: Any, last_tokens: Sequence[Any]) -> None:
+    """Raises ConfigError if no answer ends with a token at which the model stops."""
+    stops = tokenizers.stop_tokens(tokenizer)
+    if last_tokens and not any(token in stops for token in last_tokens):
+        names = ", ".join(tokenizer.control_tokens) or "none"
+        raise ConfigError(
+            "data.template: no turn of the assistant ends with a control token of the tokenizer "
+            f"({names}), so the model would never stop; give another template or tokenizer"
+        )
 
 
 def question(

@@ -324,6 +324,9 @@ def _environment() -> Any:
     def refuse(message: Any) -> None:
         raise jinja2.TemplateError(str(message))
 
+    def now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
     def to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         return json.dumps(
             value,
@@ -338,7 +341,7 @@ def _environment() -> Any:
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = now
     return environment
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.data import tokenizers
-from jaxformer.data.chat import encode, question, template_of, with_ends
+from jaxformer.data.chat import check_ends, encode, question, template_of, with_ends
 from jaxformer.data.chat_template import Messages, check_messages
 from jaxformer.data.records import Policy, Problems, paths_as_text, records
 from jaxformer.data.sources import Dataset, Question, context_length, digests, read_example
@@ -130,6 +130,7 @@ def open_preferences(
             )
         splits.append(split)
     first, second = ([texts for _, texts in split] for split in splits)
+    check_ends(tokenizer, [text.tokens[-1] for pair in (*first, *second) for text in pair])
     questions = [
         question(tokenizer, choice.prompt, str(choice.chosen[-1]["content"]))
         for choice, _ in splits[1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxformer.config import regular_file, storage
-from jaxformer.data import tokenizers
+from jaxformer.data import bpe
 from jaxformer.data.records import (
     JSON_LINES,
     Part,
@@ -113,7 +113,7 @@ def _cut_near(file: str, start: int, tokenizer: Any) -> int:
 
     `start` itself if the next megabyte has no such line.
     """
-    reach = 4 * tokenizers.REACH  # bytes: a character has at most four
+    reach = 4 * bpe.REACH  # bytes: a character has at most four
     with open(file, "rb") as stream:
         stream.seek(max(start - reach, 0))
         text_before = stream.read(min(start, reach))

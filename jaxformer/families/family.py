@@ -83,6 +83,8 @@ class Family(NamedTuple):
     # a file without a head is tied, whatever its config.json says (T5 of transformers 5)
     tied_without_head: bool = False
     needs_start: bool = False  # `save` needs the token that targets begin with
+    # our config -> {name: array} of the tables that `ignored` names: their files have them
+    computed: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
 
 
 class Part(NamedTuple):

@@ -141,6 +141,9 @@ def save(
     for name, tensor in plan(family, checkpoint.config).items():
         dtype = np.dtype(arrays[tensor.parts[0].path].dtype if tensor.parts else np.float32)
         tensors.append((name, tensor.shape, dtype, partial(tensor.theirs, arrays)))
+    for name, array in family.computed(checkpoint.config).items():
+        array = array.astype(tensors[0][2])
+        tensors.append((name, array.shape, array.dtype, partial(np.asarray, array)))
     # transformers 5 says dtype, older readers torch_dtype
     settings["dtype"] = settings["torch_dtype"] = min(str(dtype) for _, _, dtype, _ in tensors)
     files = {safetensors.GENERATION: safetensors.dumps(generation).encode()} if generation else {}

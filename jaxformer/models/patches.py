@@ -63,9 +63,9 @@ def patches_spec(config: ModelConfig, images: Patches) -> Tree:
 
 
 def put_mask_token(
-    params: Tree, x: Float[Array, "B T D"], masked: Bool[Array, "B T"]
+    params: Tree, x: Float[Array, "B T D"], masked: Bool[Array, "..."]
 ) -> Float[Array, "B T D"]:
-    """x with the mask token in the place of the masked patches.
+    """x with the mask token in the place of the masked patches, flags `[B, T]`.
 
     SimMIM: Xie et al. 2021, arXiv:2111.09886, section 3.1. Raises ConfigError for a model without a
     mask token, and for flags of another shape.

@@ -118,6 +118,7 @@ class Preference:
     their difference (`margin`), and the log-probability of the chosen answer.
     """
 
+    # DPO, IPO, SimPO or your own: what both models give to the answers -> Losses
     loss: Callable[[Answers, Answers | None], Losses] = DPO()
     reference: str | None = "reference"  # name in Experiment.references; None: there is none
 

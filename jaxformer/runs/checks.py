@@ -18,8 +18,7 @@ from jaxformer.evaluation.perplexity import has_perplexity
 from jaxformer.parallel import processes
 from jaxformer.params import Tree
 from jaxformer.runs.initial import check_initial
-from jaxformer.runs.questions import asks_first_question, writes_text
-from jaxformer.runs.run import question_of_sample
+from jaxformer.runs.questions import asks_first_question, question_of_sample, writes_text
 from jaxformer.runs.run_folder import RunFolder, compare
 from jaxformer.runs.scores import evaluator, examples_scored, metric_name, new_names, only_final
 from jaxformer.training.experiment import Checkpoints, Experiment

@@ -23,8 +23,8 @@ from jaxformer.runs.checks import can_sample, evaluate_on
 from jaxformer.runs.own_answers import generator_of
 from jaxformer.runs.placement import Placement, place_step
 from jaxformer.runs.profile import place_of_profile
+from jaxformer.runs.questions import sample_text
 from jaxformer.runs.references import References, with_references
-from jaxformer.runs.run import sample_text
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.runs.scores import evaluator, examples_scored
 from jaxformer.runs.setup import Setup

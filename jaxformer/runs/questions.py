@@ -10,6 +10,7 @@ from jaxformer.data.mixing import Mixed
 from jaxformer.data.sources import Question
 from jaxformer.data.tokenizers import stop_tokens
 from jaxformer.errors import ConfigError
+from jaxformer.evaluation.generation import answers, best_text
 from jaxformer.models import heads
 from jaxformer.training.experiment import Experiment, Sample
 
@@ -60,3 +61,40 @@ def asks_first_question(experiment: Experiment) -> bool:
     It does if the data have questions and no prompt is given.
     """
     return hasattr(experiment.data, "question") and experiment.sample.prompt is None
+
+
+def question_of_sample(experiment: Experiment, dataset: Any) -> Question:
+    """The question or prompt for the sample at the end of a run.
+
+    Raises ConfigError where the model cannot continue it.
+    """
+    if not asks_first_question(experiment):
+        return ask(experiment, experiment.sample, dataset.tokenizer)
+    question = dataset.validation.questions[0]
+    check_room(experiment, question)
+    return question
+
+
+def sample_text(experiment: Experiment, params: Any, dataset: Any) -> str:
+    """The sample's prompt and its continuation.
+
+    Without a prompt: the answer to the first question of the data.
+    """
+    sample = experiment.sample
+    tokenizer = dataset.tokenizer
+    question = question_of_sample(experiment, dataset)
+    (texts,) = answers(
+        experiment.model,
+        params,
+        [question],
+        tokenizer,
+        sample.tokens,
+        sample.sampling,
+        seed=experiment.seed,
+        precision=experiment.precision,
+        stop_tokens=ends_of(experiment.data, tokenizer),
+    )
+    text = best_text(texts)
+    if asks_first_question(experiment):
+        return f"{text}\n(the answer in the data: {question.reference})"
+    return (sample.prompt or "") + text

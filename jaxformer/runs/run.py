@@ -34,7 +34,7 @@ from jaxformer.params import random_key
 from jaxformer.runs import checkpoint, checkpoint_reader, references
 from jaxformer.runs.metrics import read_records
 from jaxformer.runs.names import NAMES
-from jaxformer.runs.questions import ask, asks_first_question, check_room, ends_of, writes_text
+from jaxformer.runs.questions import ask, check_room, ends_of, writes_text
 from jaxformer.runs.run_folder import RunFolder, allow, open_experiment
 from jaxformer.runs.same_data import check_data
 from jaxformer.runs.scores import evaluator
@@ -406,43 +406,6 @@ def _final_part(
     other = continuation(decode, prompt, [*new, any_byte])
     differences = (i for i, (one, two) in enumerate(zip(text, other, strict=False)) if one != two)
     return text[: next(differences, min(len(text), len(other)))].rstrip("\ufffd")
-
-
-def question_of_sample(experiment: Experiment, dataset: Any) -> Question:
-    """The question or prompt for the sample at the end of a run.
-
-    Raises ConfigError where the model cannot continue it.
-    """
-    if not asks_first_question(experiment):
-        return ask(experiment, experiment.sample, dataset.tokenizer)
-    question = dataset.validation.questions[0]
-    check_room(experiment, question)
-    return question
-
-
-def sample_text(experiment: Experiment, params: Any, dataset: Any) -> str:
-    """The sample's prompt and its continuation.
-
-    Without a prompt: the answer to the first question of the data.
-    """
-    sample = experiment.sample
-    tokenizer = dataset.tokenizer
-    question = question_of_sample(experiment, dataset)
-    (texts,) = answers(
-        experiment.model,
-        params,
-        [question],
-        tokenizer,
-        sample.tokens,
-        sample.sampling,
-        seed=experiment.seed,
-        precision=experiment.precision,
-        stop_tokens=ends_of(experiment.data, tokenizer),
-    )
-    text = best_text(texts)
-    if asks_first_question(experiment):
-        return f"{text}\n(the answer in the data: {question.reference})"
-    return (sample.prompt or "") + text
 
 
 def neighbours(

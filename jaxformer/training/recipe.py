@@ -78,6 +78,7 @@ class Recipe:
     references: Mapping[str, Tree] = field(default_factory=dict)
 
     weights = property(lambda self: self.parts.weights)  # trained -> the model's parameters
+    score = property(lambda self: self.eval_loss)  # an earlier name
 
 
 def build(experiment: Any) -> Recipe:

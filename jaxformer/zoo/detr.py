@@ -43,7 +43,7 @@ class FeatureMap:
     Section 3.2. The positions that it makes are places in the image, see `places`.
     """
 
-    backbone: ResNet = ResNet()
+    backbone: ResNet = ResNet()  # makes the map of features of an image
 
     def __call__(self, config: ModelConfig) -> Embedder:
         C, D = self.backbone.widths[-1], config.d_model
@@ -93,7 +93,8 @@ def places(
 
 
 def feature_mask(
-    backbone: ResNet, pixel_mask: Shaped[Array, "B height width"]
+    backbone: ResNet,
+    pixel_mask: Shaped[Array, "B height width"] | Shaped[np.ndarray, "B height width"],
 ) -> Int[Array, "B S"]:
     """`source_segment_ids` of images: 1 for a feature, 0 for padding.
 
@@ -107,7 +108,7 @@ def feature_mask(
         for count, pixels in zip(backbone.grid(*shape), shape, strict=True)
     )
     flags = pixel_mask[:, lines][:, :, columns] != 0
-    return flags.reshape(len(pixel_mask), -1).astype(jnp.int32)
+    return jnp.asarray(flags.reshape(len(pixel_mask), -1), jnp.int32)
 
 
 def sines(places: Float[Array, "B S 2"], width: int) -> Float[Array, "B S D"]:
@@ -212,31 +213,34 @@ class Boxes:
         return Head(self.name, spec, apply)
 
 
-_encoder = ModelConfig(
-    vocab_size=0,
-    num_layers=6,
-    d_model=256,
-    num_heads=8,
-    context_length=1024,
-    d_ff=2048,
-    feedforward="relu",
-    block=blocks.post_norm,
-    positions=AttentionPositions(grid_sines),
-    masks=(full(),),
-    embedding=FeatureMap(),
-    heads=(),
-    tie_embeddings=False,
-    dropout_rate=0.1,
-)
-_decoder = replace(
-    _encoder,
-    context_length=100,
-    block=post_norm_twice,
-    positions=AttentionPositions(Learned()),
-    embedding=no_content,
-    heads=(ObjectClasses(91), Boxes()),
-)
-# table 1, with the 91 classes of COCO
-detr_r50 = EncoderDecoder(_encoder, _decoder, share_embeddings=False)
-_deeper = replace(_encoder, embedding=FeatureMap(resnet.resnet_101))
-detr_r101 = EncoderDecoder(_deeper, _decoder, share_embeddings=False)
+def published(backbone: ResNet) -> EncoderDecoder:
+    """The model of table 1 above a backbone, with the 91 classes of COCO."""
+    encoder = ModelConfig(
+        vocab_size=0,
+        num_layers=6,
+        d_model=256,
+        num_heads=8,
+        context_length=1024,
+        d_ff=2048,
+        feedforward="relu",
+        block=blocks.post_norm,
+        positions=AttentionPositions(grid_sines),
+        masks=(full(),),
+        embedding=FeatureMap(backbone),
+        heads=(),
+        tie_embeddings=False,
+        dropout_rate=0.1,
+    )
+    decoder = replace(
+        encoder,
+        context_length=100,
+        block=post_norm_twice,
+        positions=AttentionPositions(Learned()),
+        embedding=no_content,
+        heads=(ObjectClasses(91), Boxes()),
+    )
+    return EncoderDecoder(encoder, decoder, share_embeddings=False)
+
+
+detr_r50 = published(ResNet())
+detr_r101 = published(resnet.resnet_101)

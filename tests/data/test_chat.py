@@ -278,3 +278,11 @@ def test_a_template_without_an_end(monkeypatch):
 def test_messages_that_are_none(messages):
     with pytest.raises(ConfigError, match=r"^messages: "):
         chat_template.check_messages(messages)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma"])
+def test_a_template_whose_turns_have_no_end_here(name, tmp_path):
+    """Bytes have no <|eot_id|>: as text it would stop nothing."""
+    path = write(tmp_path / "talks.jsonl", TALK)
+    with pytest.raises(ConfigError, match="the model would never stop"):
+        chat.Chat(path, path, template=name).open(model(400))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxformer.data import tokenizers
+from jaxformer.data import bpe, tokenizers
 from jaxformer.errors import ConfigError
 
 TEXT = "the cat sat on the mat. the end\n" * 40 + "naïve ☃ 日本 \0 <|endoftext|>\n"
@@ -105,7 +105,7 @@ def test_bpe_is_deterministic_and_merges():
 
 def test_bpe_tokens_do_not_depend_on_how_many_chunks_are_encoded_together(monkeypatch):
     tokenizer, text = make("bpe"), TEXT * 20
-    whole = [tokenizer.encode(chunk) for chunk in tokenizers._chunks(text, 1000)]
+    whole = [tokenizer.encode(chunk) for chunk in bpe.chunks_of(text, 1000)]
     monkeypatch.setattr(tokenizer, "_chunk", 1000)
     assert len(whole) > 3
     assert tokenizer.encode(text) == [token for ids in whole for token in ids]
@@ -113,7 +113,7 @@ def test_bpe_tokens_do_not_depend_on_how_many_chunks_are_encoded_together(monkey
 
 @given(st.text("ab\n", max_size=60), st.integers(1, 10))
 def test_chunks_are_the_text_cut_after_line_ends(text, size):
-    chunks = list(tokenizers._chunks(text, size))
+    chunks = list(bpe.chunks_of(text, size))
     assert "".join(chunks) == text
     assert all(chunk.endswith("\n") and len(chunk) > size for chunk in chunks[:-1])
 

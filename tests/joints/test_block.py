@@ -132,11 +132,14 @@ def test_an_order_works_with_dropout_recomputation_and_a_source(name):
         )
         return jax.jit(jax.grad(loss))(tree)
 
+    def same(found, expected):
+        # float32 sums in another order, whose terms are as large as the largest gradient of a leaf
+        atol = 1e-5 * max(20.0, float(jnp.abs(expected).max()))
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=atol)
+
     expected = gradient(unroll=4)
     for changes in (dict(unroll=1), dict(unroll=1, remat="full"), dict(unroll=2, remat="dots")):
-        jax.tree.map(
-            partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-4), gradient(**changes), expected
-        )
+        jax.tree.map(same, gradient(**changes), expected)
     alone = replace(stack, dropout_rate=0.0)
     weights = models.init(alone, jax.random.key(3))
     whole = models.apply(alone, weights, TOKENS).logits

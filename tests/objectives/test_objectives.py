@@ -64,7 +64,7 @@ def losses(model, batch=BATCH, **changes):
     trained = init(model)
     return tuple(
         [float(jax.jit(f)(trained, batch, key).loss) for key in KEYS]
-        for f in (made.loss, made.score)
+        for f in (made.loss, made.eval_loss)
     )
 
 

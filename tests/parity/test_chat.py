@@ -6,8 +6,6 @@ language, not the text.
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from jaxformer.data import chat
 from jaxformer.data.chat_template import BUILT_IN, ChatTemplate
@@ -87,6 +85,9 @@ TALKS = [
 @pytest.fixture(scope="module")
 def pair():
     """(our tokenizer, theirs), of one file."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
     ours = bpe(*NAMES)
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(ours._tokenizer.to_str()), **TOKENS

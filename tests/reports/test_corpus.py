@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from jaxformer import masks
-from jaxformer.data import corpus, records, text_files, tokenizers
+from jaxformer.data import bpe, corpus, records, text_files, tokenizers
 from jaxformer.data.corpus import Corpus
 from jaxformer.data.images import Images
 from jaxformer.data.labelled import Labelled
@@ -248,7 +248,7 @@ def test_a_file_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.state["tokenizer"]))
     path = tmp_path / "a.txt"
     path.write_text(text)
-    monkeypatch.setattr(tokenizers, "REACH", 24)
+    monkeypatch.setattr(bpe, "REACH", 24)
     monkeypatch.setattr(text_files, "PIECE", 50)
     monkeypatch.setattr(text_files, "PART", 700)
     pieces = [

@@ -157,7 +157,7 @@ def test_the_reported_loss_has_no_auxiliary_part():
     losses = [
         float(f(weights, batch, jax.random.key(0)).loss)
         for r in (one, other)
-        for f in (r.loss, r.score)
+        for f in (r.loss, r.eval_loss)
     ]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 

@@ -73,7 +73,7 @@ def test_a_pair_whose_data_ask_no_question_is_told_so():
     with pytest.raises(
         ConfigError, match=r"runs/pair: it continues no text: .* reads a source, which data make"
     ):
-        runs.Run._ask(run, "x", {})
+        runs.Run._check_text(run)
 
 
 def test_part_of_a_stop_string_is_held_back_until_it_is_decided():

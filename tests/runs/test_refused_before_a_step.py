@@ -18,7 +18,7 @@ from jaxformer.models import ModelConfig
 from jaxformer.models.layer import Mixer, MixerOutput
 from jaxformer.params import Spec
 from jaxformer.runs import checkpoint, checkpoint_reader, checks, loop
-from jaxformer.runs.run import ask, sample_text
+from jaxformer.runs.questions import ask, sample_text
 from jaxformer.runs.run_folder import RunFolder, run_folder
 from jaxformer.training import Checkpoints, Experiment, Sample
 from jaxformer.training.recipe import build
