@@ -49,11 +49,20 @@ def check_splits(dataset: sources.Dataset) -> None:
     if not reads_state(dataset.train):
         return
     try:
-        inspect.signature(dataset.train).bind(None, None, 0)
+        inspect.signature(dataset.train).bind(None, None, 0, **size_of(dataset.train, 1))
     except ValueError:  # no signature: a function written in C
         return
     except TypeError as error:
         raise ConfigError(f"data: the training split is called as {FORM}, but {error}") from None
+
+
+def size_of(split: Callable, batch_size: int) -> dict[str, int]:
+    """The batch size as an argument, for a function that has a parameter of this name."""
+    try:
+        names = inspect.signature(split).parameters
+    except ValueError:  # no signature: a function written in C
+        return {}
+    return {"batch_size": batch_size} if "batch_size" in names else {}
 
 
 def batch_of_state(
@@ -64,7 +73,8 @@ def batch_of_state(
     Raises ConfigError if the result is not a batch, and BadBatch if the function fails.
     """
     try:
-        return checked_batch(split(params, key, step), batch_size)
+        made = split(params, key, step, **size_of(split, batch_size))
+        return checked_batch(made, batch_size)
     except Exception as error:
         raise _with_place(f"the batch of step {step} could not be made", error) from error
 

@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from jaxformer.data import tokenizers
 from jaxformer.data.chat_template import ChatTemplate, Messages, read_template, texts_of
 from jaxformer.data.packing import Example, Packed, dataset_of_examples
 from jaxformer.data.records import Policy, Problems, paths_as_text, records
-from jaxformer.data.sources import Dataset, Question, context_length
+from jaxformer.data.sources import Dataset, Question, Questions, context_length
 from jaxformer.errors import ConfigError
 
 
@@ -107,13 +108,16 @@ def open_chat(
     length = context_length(model)
     splits = [list(_examples(split, tokenizer, length, problems)) for split in (train, validation)]
     check_ends(tokenizer, [example.labels[-1] for split in splits for _, example in split])
-    questions = [_last_question(tokenizer, messages) for messages, _ in splits[1]]
+    train_questions, validation_questions = (
+        Questions([messages for messages, _ in split], partial(_last_question, tokenizer))
+        for split in splits
+    )
     return dataset_of_examples(
         *([example for _, example in split] for split in splits),
         tokenizer=tokenizer,
         lengths=(0, length),
         rows=rows,
-        questions=questions,
+        questions=(train_questions, validation_questions),
         name=name,
         kind="conversation",
         problems=problems,

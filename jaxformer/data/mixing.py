@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.data import batching
-from jaxformer.data.sources import Dataset, read_example
+from jaxformer.data.sources import Dataset, Questions, read_example
 from jaxformer.errors import ConfigError
 
 SHARES = 1 << 20  # shares become whole numbers with about this sum
@@ -41,7 +41,8 @@ class Mixture:
         marked = [getattr(split, "end_of_text", None) for split in splits]
         self.end_of_text = next((token for token in marked if token is not None), None)
         if all(hasattr(split, "questions") for split in splits):
-            self.questions = [question for split in splits for question in split.questions]
+            places = [(split.questions, i) for split in splits for i in range(len(split.questions))]
+            self.questions = Questions(places, lambda place: place[0][place[1]])
 
     def __len__(self) -> int:
         return int(self.ends[-1])

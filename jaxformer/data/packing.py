@@ -195,7 +195,7 @@ def dataset_of_examples(
     tokenizer: Any,
     lengths: tuple[int, int],
     rows: Callable,
-    questions: Sequence[Question],
+    questions: tuple[Sequence[Question], Sequence[Question]],
     name: str,
     kind: str,
     problems: Problems,
@@ -203,7 +203,7 @@ def dataset_of_examples(
 ) -> Dataset:
     """The data set of examples that fit `lengths` (source, target). `kind` names one of them.
 
-    Raises ConfigError if a split has none.
+    `questions` are those of training and of validation. Raises ConfigError if a split has none.
     """
     for split_name, examples in (("training", train), ("validation", validation)):
         if not examples:
@@ -223,8 +223,8 @@ def dataset_of_examples(
 
     tokens = sum(int(example.weights.sum()) for example in train)
     return Dataset(
-        train=train_rows,
-        validation=replace(validation_rows, questions=questions),
+        train=_with_questions(train_rows, questions[0]),
+        validation=replace(validation_rows, questions=questions[1]),
         **digests(tokenizer, digest),
         vocab_size=vocab_size or tokenizer.vocab_size,
         tokenizer=tokenizer,
@@ -233,3 +233,8 @@ def dataset_of_examples(
         f"vocabulary {tokenizer.vocab_size:,}; {len(train_rows):,} rows, "
         f"{train_rows.padding():.1%} padding{problems}",
     )
+
+
+def _with_questions(rows: Any, questions: Sequence[Question]) -> Any:
+    """The rows with questions. Rows of a user's own function stay as they are."""
+    return replace(rows, questions=questions) if isinstance(rows, Rows) else rows

@@ -30,7 +30,7 @@ from jaxformer.data.records import (
     paths_as_text,
     records,
 )
-from jaxformer.data.sources import Dataset, Question, context_length
+from jaxformer.data.sources import Dataset, Question, Questions, context_length
 from jaxformer.errors import ConfigError
 
 
@@ -154,9 +154,13 @@ def open_pairs(
     encoded = [
         list(_encode(pairs, tokenizer, lengths, problems, start)) for pairs in (train, validation)
     ]
-    questions = [
-        question(model, tokenizer, pair.source, pair.target, start) for pair, _ in encoded[1]
-    ]
+
+    def ask(pair: Pair) -> Question:
+        return question(model, tokenizer, pair.source, pair.target, start)
+
+    train_questions, validation_questions = (
+        Questions([pair for pair, _ in split], ask) for split in encoded
+    )
     train_examples, validation_examples = ([example for _, example in split] for split in encoded)
     return dataset_of_examples(
         train_examples,
@@ -164,7 +168,7 @@ def open_pairs(
         tokenizer=tokenizer,
         lengths=lengths,
         rows=rows,
-        questions=questions,
+        questions=(train_questions, validation_questions),
         name=name,
         kind="pair",
         problems=problems,

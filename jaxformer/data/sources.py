@@ -21,7 +21,7 @@ import logging
 import os
 import sysconfig
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -85,6 +85,22 @@ class Question(NamedTuple):
     prompt: list[int]  # the tokens that the decoder continues
     reference: str  # the right answer
     source: Any = None  # input of the encoder, if there is one: tokens or an image
+
+
+@dataclass(frozen=True, eq=False)
+class Questions(Sequence[Question]):
+    """The questions of a split's examples. Each is made when it is read."""
+
+    examples: Sequence[Any]
+    make: Callable[[Any], Question]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.make(example) for example in self.examples[index]]
+        return self.make(self.examples[index])
 
 
 @dataclass(frozen=True, eq=False)

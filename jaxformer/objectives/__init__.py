@@ -5,7 +5,9 @@ from jaxformer.objectives.classes import ClassCrossEntropy
 from jaxformer.objectives.corruption import SpanCorruption
 from jaxformer.objectives.masked import MaskedTokens, NextSentence
 from jaxformer.objectives.objective import StepContext, with_reports
+from jaxformer.objectives.policy import Clipped, PolicyGradient
 from jaxformer.objectives.preference import DPO, IPO, Preference, SimPO
+from jaxformer.objectives.reward import RewardModel
 from jaxformer.objectives.spans import SpanCrossEntropy
 from jaxformer.objectives.tokens import PrefixLanguageModel, TokenCrossEntropy
 from jaxformer.ops.losses import LossSums

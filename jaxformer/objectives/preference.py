@@ -163,8 +163,8 @@ def answers(model: Any, params: Any, batch: Batch, dtype: Any) -> Answers:
 
 
 def log_probabilities(
-    logits: Float[Array, "B T V"], labels: Int[Array, "B T"]
-) -> Float[Array, "B T"]:
+    logits: Float[Array, "*batch V"], labels: Int[Array, "*batch"]
+) -> Float[Array, "*batch"]:
     """log softmax(logits)[label] of each position, in float32 or wider."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]

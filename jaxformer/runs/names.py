@@ -20,6 +20,7 @@ from jaxformer.data import (
     mixing,
     pairs,
     preferences,
+    rollouts,
     sources,
     tasks,
 )
@@ -27,6 +28,7 @@ from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.evaluation import generation, perplexity, text_metrics
 from jaxformer.models import adaptation, blocks, norm, vision
+from jaxformer.objectives import policy
 from jaxformer.ops import positions
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import initial
@@ -67,6 +69,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     | _of(pairs, "Pairs Packed Buckets")
     | _of(chat, "Chat")
     | _of(preferences, "Preferences")
+    | _of(rollouts, "Rollouts is_right")
     | _of(corpus, "Corpus")
     | _of(mixing, "Mixed")
     | _of(images, "Digits Images")
@@ -76,8 +79,10 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "objective": _of(
         objectives,
         "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence"
-        " PrefixLanguageModel SpanCorruption Preference DPO IPO SimPO",
+        " PrefixLanguageModel SpanCorruption Preference DPO IPO SimPO RewardModel"
+        " PolicyGradient Clipped",
     )
+    | _of(policy, "group_relative group_centred leave_one_out over_answers over_tokens")
     | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE),
     "references": ChainMap(

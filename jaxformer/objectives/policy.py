@@ -1,0 +1,264 @@
+"""Policy gradients: the model's own answers to prompts, each with a reward.
+
+`PolicyGradient` is the objective; `data.rollouts.Rollouts` makes its batches. With its defaults it
+is GRPO. Its three choices are functions: how rewards become advantages (`group_relative`,
+`leave_one_out`, `group_centred`), the loss of a token (`Clipped`), and how losses are averaged
+(`over_answers`, `over_tokens`). The batch has, for B prompts with G answers each,
+
+    tokens, labels    int32 [B, G, T]     a prompt with an answer, and the next tokens
+    answers           float32 [B, G, T]   1 where the policy drew the label, else 0
+    rewards           float32 [B, G]
+    weights           float32 [B]         of each prompt
+    temperature       float32 [B]         at which the answers were drawn
+    fresh             float32 [B]         only where several steps use one batch of samples: 1 in
+                                          the first step of them, 0 in the others
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.nn.initializers import zeros
+from jaxtyping import Float
+
+from jaxformer import models
+from jaxformer.errors import ConfigError, check_numbers
+from jaxformer.objectives.objective import Batch, StepContext
+from jaxformer.objectives.preference import frozen_model, log_probabilities
+from jaxformer.objectives.tokens import TokenCrossEntropy
+from jaxformer.ops.losses import LossSums
+from jaxformer.params import Spec, Tree
+
+EPSILON = 1e-4  # added to the deviation of a group's rewards
+SAMPLES = "samples"  # the objective's variables: samples that later steps use again
+
+
+def group_relative(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
+    """(r - mean) / (std + 1e-4) in each group: GRPO. The variance is divided by G - 1.
+
+    Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
+    """
+    return group_centred(rewards) / (rewards.std(axis=1, keepdims=True, ddof=1) + EPSILON)
+
+
+def group_centred(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
+    """r - mean of its group: Dr. GRPO. Liu et al. 2025, arXiv:2503.20783, section 3.2."""
+    return rewards - rewards.mean(axis=1, keepdims=True)
+
+
+def leave_one_out(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
+    """r - mean of the other rewards of its group: RLOO. Ahmadian et al. 2024, arXiv:2402.14740."""
+    G = rewards.shape[1]
+    return group_centred(rewards) * (G / (G - 1))
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """-min(w A, clip(w, 1 - low, 1 + high) A), where w = p(token) / p(token) when it was drawn.
+
+    Schulman et al. 2017, arXiv:1707.06347, equation 7; two bounds: Yu et al. 2025,
+    arXiv:2503.14476, section 3.1.
+    """
+
+    low: float = 0.2  # a ratio may fall to 1 - low
+    high: float = 0.2  # and rise to 1 + high
+
+    def __post_init__(self):
+        check_numbers("objective.surrogate.", self, low=0, high=0)
+
+    def __call__(
+        self,
+        log_ratios: Float[Array, "B G T"],
+        advantages: Float[Array, "B G 1"],
+        answers: Float[Array, "B G T"],
+    ) -> Float[Array, "B G T"]:
+        ratios = jnp.exp(log_ratios)
+        bounded = jnp.clip(ratios, 1 - self.low, 1 + self.high)
+        return -jnp.minimum(ratios * advantages, bounded * advantages)
+
+
+class Average(NamedTuple):
+    """A loss as a sum, and the number of units that it is a sum over."""
+
+    loss: Float[Array, ""]
+    weight: Float[Array, ""]
+    unit: str  # in the plural
+
+
+def over_answers(
+    losses: Float[Array, "B G T"], answers: Float[Array, "B G T"], weights: Float[Array, " B"]
+) -> Average:
+    """The mean over the tokens of an answer, then over answers: GRPO."""
+    lengths = jnp.maximum(answers.sum(axis=2), 1)
+    means = (losses * answers).sum(axis=2) / lengths
+    total = weights.sum() * losses.shape[1]
+    return Average(jnp.sum(means * weights[:, None]), total, "answers")
+
+
+def over_tokens(
+    losses: Float[Array, "B G T"], answers: Float[Array, "B G T"], weights: Float[Array, " B"]
+) -> Average:
+    """The mean over all tokens of all answers: DAPO. A long answer has more weight."""
+    counted = answers * weights[:, None, None]
+    return Average(jnp.sum(losses * counted), counted.sum(), "tokens")
+
+
+@dataclass(frozen=True)
+class PolicyGradient:
+    """surrogate(w, A) + kl * (r - log r - 1) for each drawn token; r = p_reference / p.
+
+    The second term estimates the KL divergence from the reference (Schulman 2020). Answers are
+    compared under the temperature that they were drawn at, without dropout. Where several steps use
+    one batch of samples, the samples and the probabilities of their tokens are variables of the
+    objective, so a killed run goes on with them; `keeps` is their shape. Evaluation is the cross
+    entropy of the data's own answers.
+    """
+
+    # rewards [B, G] -> advantages [B, G]
+    advantages: Callable[[Array], Array] = group_relative
+    # (log ratios [B, G, T], advantages [B, G, 1], answers [B, G, T]) -> losses [B, G, T]
+    surrogate: Callable[[Array, Array, Array], Array] = Clipped()
+    # (losses [B, G, T], answers [B, G, T], weights [B]) -> Average
+    average: Callable[[Array, Array, Array], Average] = over_answers
+    kl: float = 0.0  # weight of the KL divergence from the reference
+    reference: str | None = None  # name in Experiment.references; None: there is none
+    # (B, G, T) of the samples, if several steps use them; None: each step has new ones
+    keeps: tuple[int, int, int] | None = None
+
+    def __post_init__(self):
+        check_numbers("objective.", self, kl=0)
+        if self.kl and self.reference is None:
+            raise ConfigError(
+                f"objective.kl={self.kl}: it needs a reference; give objective.reference a name of "
+                "Experiment.references, or kl=0"
+            )
+
+    # the mean of two micro-batches' samples would be none
+    whole_batch = property(lambda self: self.keeps is not None)
+
+    def evaluation(self) -> TokenCrossEntropy:
+        return TokenCrossEntropy()
+
+    def spec(self, model: Any) -> Tree:
+        """The variables: samples of an earlier step. {} if each step has new ones."""
+        if self.keeps is None:
+            return {}
+        B, G, T = self.keeps
+        shapes = dict.fromkeys(("tokens", "labels", "answers", "log_probabilities"), (B, G, T))
+        shapes |= {"rewards": (B, G), "weights": (B,), "temperature": (B,)}
+        return {
+            SAMPLES: {
+                name: Spec(shape, (None,) * len(shape), zeros, trained=False)
+                for name, shape in shapes.items()
+            }
+        }
+
+    def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
+        samples = self.samples(batch, context)
+        logits = answer_logits(model, params, samples, context.dtype)
+        current = log_probabilities(logits, samples["labels"])
+        # in the step after sampling, the policy that drew the tokens is the present one
+        drawn = jax.lax.stop_gradient(current)
+        if self.keeps is not None:
+            drawn = jnp.where(is_fresh(batch), drawn, samples["log_probabilities"])
+
+        answers = samples["answers"]
+        weights = samples["weights"]
+        advantages = self.advantages(samples["rewards"])
+        log_ratios = jnp.where(answers > 0, current - drawn, 0.0)
+        losses = self.surrogate(log_ratios, advantages[:, :, None], answers)
+        reports = {"ratio_change": jnp.abs(jnp.expm1(log_ratios))}
+        if self.reference is not None:
+            frozen = frozen_model(context, self.reference)
+            other_logits = answer_logits(model, frozen, samples, context.dtype)
+            others = log_probabilities(other_logits, samples["labels"])
+            divergence = divergence_estimate(jnp.where(answers > 0, others - current, 0.0))
+            losses = losses + self.kl * divergence
+            reports["kl"] = divergence
+        loss, weight, unit = self.average(losses, answers, weights)
+
+        reports["entropy"] = entropy(logits)
+        tokens = answers * weights[:, None, None]
+        metrics = {name: (jnp.sum(value * tokens), tokens.sum()) for name, value in reports.items()}
+        metrics |= metrics_of_answers(samples)
+        updates = None
+        if self.keeps is not None:
+            kept = samples | {"log_probabilities": drawn}
+            # variables are float32: it holds each token's number exactly, up to 2^24
+            kept = {name: value.astype(jnp.float32) for name, value in kept.items()}
+            updates = {"objective": {SAMPLES: kept}}
+        return LossSums(loss, weight, metrics, updates, unit=unit)
+
+    def samples(self, batch: Batch, context: StepContext) -> Batch:
+        """The batch, or the samples of an earlier step. ConfigError where `keeps` does not fit."""
+        if self.keeps is None:
+            if "fresh" in batch:
+                raise ConfigError(
+                    "objective.keeps=None: the data use their samples in several steps; give "
+                    f"objective.keeps={tuple(batch['tokens'].shape)}, or data.updates=1"
+                )
+            return batch
+        shape = tuple(batch["tokens"].shape)
+        if "fresh" not in batch or shape != tuple(self.keeps):
+            problem = "the data have new samples in each step" if "fresh" not in batch else shape
+            raise ConfigError(
+                f"objective.keeps={self.keeps}: the samples are {problem}; expected their shape, "
+                "for data that use them in several steps (data.updates)"
+            )
+        kept = context.params[SAMPLES]
+        samples = {
+            name: jnp.where(is_fresh(batch), batch[name], kept[name].astype(batch[name].dtype))
+            for name in batch
+            if name != "fresh"
+        }
+        return samples | {"log_probabilities": kept["log_probabilities"]}
+
+
+def is_fresh(batch: Batch) -> Array:
+    """Whether the batch has new samples."""
+    return batch["fresh"].max() > 0
+
+
+def answer_logits(model: Any, params: Any, samples: Batch, dtype: Any) -> Float[Array, "B G T V"]:
+    """The logits of each token, divided by the temperature that answers were drawn at."""
+    B, G, T = samples["tokens"].shape
+    # padding follows a text, and a causal mask hides it
+    rows = samples["tokens"].reshape(B * G, T)
+    output = models.apply(models.evaluation(model), params, rows, dtype=dtype)
+    logits = output.logits.reshape(B, G, T, -1)
+    return logits / samples["temperature"][:, None, None, None]
+
+
+def divergence_estimate(log_ratios: Float[Array, "..."]) -> Float[Array, "..."]:
+    """r - log r - 1 of log r = log p_reference - log p: an unbiased estimate of KL(p, reference).
+
+    It is never negative. Schulman 2020, "Approximating KL divergence", k3.
+    """
+    return jnp.expm1(log_ratios) - log_ratios
+
+
+def entropy(logits: Float[Array, "B G T V"]) -> Float[Array, "B G T"]:
+    """-sum p log p, in nats. Without a gradient."""
+    logs = jax.nn.log_softmax(jax.lax.stop_gradient(logits))
+    return -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+
+
+def metrics_of_answers(samples: Batch) -> dict[str, tuple[Array, Array]]:
+    """{name: (sum, weight)} of rewards and lengths.
+
+    `groups_that_differ` is the share of prompts whose answers have different rewards: the others
+    have no gradient.
+    """
+    rewards = samples["rewards"]
+    weights = samples["weights"]
+    lengths = samples["answers"].sum(axis=2)
+    total = weights.sum()
+    differs = (rewards.max(axis=1) > rewards.min(axis=1)).astype(weights.dtype)
+    return {
+        "reward": (jnp.sum(rewards.mean(axis=1) * weights), total),
+        "answer_length": (jnp.sum(lengths.mean(axis=1) * weights), total),
+        "groups_that_differ": (jnp.sum(differs * weights), total),
+    }
