@@ -18,7 +18,6 @@ from jaxformer.cli.arguments import (
     run_of,
     run_parser,
 )
-from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 
 
@@ -298,15 +297,19 @@ def runs(argv: list[str]) -> int:
 
     from jaxformer.runs.run_folder import runs_of
 
-    code = 0
+    trouble: OSError | None = None
     for folder in runs_of(options.name, options.runs):
         try:
             print(f"{folder.path}  {_scores(folder)}")
         # a run that cannot be read must not hide the others
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             print(f"{folder.path}  cannot be read: {error}")
-            code = storage.exit_code(error) if isinstance(error, OSError) else code
-    return code
+        except OSError as error:
+            print(f"{folder.path}  cannot be read: {error}")
+            trouble = error
+    if trouble is not None:  # the command ends like every command that met such an error
+        raise trouble
+    return 0
 
 
 def _scores(folder) -> str:

@@ -33,6 +33,7 @@ from jaxformer.ops.losses import LossSums
 from jaxformer.params import Spec, Tree
 
 EPSILON = 1e-4  # added to the deviation of a group's rewards
+LARGEST_LOG_RATIO = 20.0  # e^20 = 4.9e8; e^89 has no float32
 SAMPLES = "samples"  # the objective's variables: samples that later steps use again
 
 
@@ -46,6 +47,11 @@ def group_relative(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
 
 def group_centred(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
     """r - mean of its group: Dr. GRPO. Liu et al. 2025, arXiv:2503.20783, section 3.2."""
+    if rewards.shape[1] < 2:
+        raise ConfigError(
+            "objective.advantages: each prompt has one answer, so there is none to compare it "
+            "with; give two answers or more (data.group), or advantages of your own"
+        )
     return rewards - rewards.mean(axis=1, keepdims=True)
 
 
@@ -235,9 +241,12 @@ def answer_logits(model: Any, params: Any, samples: Batch, dtype: Any) -> Float[
 def divergence_estimate(log_ratios: Float[Array, "..."]) -> Float[Array, "..."]:
     """r - log r - 1 of log r = log p_reference - log p: an unbiased estimate of KL(p, reference).
 
-    It is never negative. Schulman 2020, "Approximating KL divergence", k3.
+    It is never negative. Schulman 2020, "Approximating KL divergence", k3. Above log r = 20 it goes
+    on as a line, so that a policy far from its reference has a finite loss.
     """
-    return jnp.expm1(log_ratios) - log_ratios
+    bounded = jnp.minimum(log_ratios, LARGEST_LOG_RATIO)
+    beyond = log_ratios - bounded
+    return jnp.expm1(bounded) + jnp.exp(bounded) * beyond - log_ratios
 
 
 def entropy(logits: Float[Array, "B G T V"]) -> Float[Array, "B G T"]:
