@@ -22,7 +22,7 @@ $(foreach name,$(GIVEN),$(if $(value $(name)),$(eval override $(name) := $$(valu
 quote = '$(subst ','\'',$(1))'
 
 .DEFAULT_GOAL := help
-.PHONY: help train tokens sweep scaling report inspect draw cost families evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench check-gpu wheels-gpu python clean
+.PHONY: help train chat-all tokens sweep scaling report inspect draw cost families evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench check-gpu wheels-gpu python clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -30,6 +30,10 @@ help:            ## this list
 
 train: $(VENV)/ready     ## train or resume an experiment: EXP=shakespeare_char ARGS="--data.path=... --steps=500"
 	@$(BIN)/python -m jaxformer train $(call quote,$(EXP)) $(ARGS)
+
+chat-all: $(VENV)/ready  ## the four stages of chat in a row, and a table of what each added (about half an hour): ARGS="--seed=1"
+	@for stage in base sft dpo grpo; do $(BIN)/python -m jaxformer train chat/$$stage $(ARGS) || exit; done
+	@$(BIN)/python -m experiments.chat._table
 
 tokens: $(VENV)/ready    ## encode an experiment's texts ahead of its training: EXP=gpt2_small ARGS="--data.path=texts/"
 	@$(BIN)/python -m jaxformer tokens $(call quote,$(EXP)) $(ARGS)

@@ -1,106 +1,32 @@
-"""Small questions about sums, dates, units and spelling, with their answers: nothing to download.
+"""The facts as data: texts for pre-training, conversations, choices between answers, and a score.
 
-`Statements` are texts that tell the facts, for pre-training. `Talks` are conversations that ask for
-them. A question that validation asks is told and asked nowhere in training.
+`Statements` tell the facts, `Talks` are conversations that ask for them, `Choices` have a right and
+a wrong answer. A question that validation asks is told and asked nowhere in training.
 """
 
-import datetime
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from experiments.chat._facts import ALL, SUMS_FIRST, Fact, facts, with_mistake
 from jaxformer.data import chat, tokenizers
 from jaxformer.data.chat_template import built_in
+from jaxformer.data.preferences import Choice, open_preferences
 from jaxformer.data.sources import Dataset, Question, Windows, context_length
-
-FIRST_DAY = datetime.date(2000, 1, 1)
-DAYS = 36_525  # to choose from: a hundred years
-HELD_OUT = 10  # one question of ten is asked in validation alone
-VOWELS = "aeiou"
-CONSONANTS = "bdfgklmnprstvz"
-# (unit, its name, a smaller unit, its name, how many of them it has)
-UNITS = (
-    ("km", "kilometres", "m", "metres", 1000),
-    ("m", "metres", "cm", "centimetres", 100),
-    ("kg", "kilograms", "g", "grams", 1000),
-    ("h", "hours", "min", "minutes", 60),
-    ("d", "days", "h", "hours", 24),
-)
-
-
-class Fact(NamedTuple):
-    """A fact: told in a sentence, and asked for."""
-
-    statement: str
-    question: str
-    answer: str
-
-    @property
-    def is_held_out(self) -> bool:
-        """Whether only validation tells it or asks for it."""
-        return hashlib.sha256(self.question.encode()).digest()[0] % HELD_OUT == 0
-
-
-def sums(rng: np.random.Generator) -> Fact:
-    a, b = rng.integers(1, 100, 2).tolist()
-    return Fact(f"{a} + {b} = {a + b}.", f"What is {a} + {b}?", str(a + b))
-
-
-def dates(rng: np.random.Generator) -> Fact:
-    day = FIRST_DAY + datetime.timedelta(int(rng.integers(DAYS)))
-    before, after = (
-        f"{each.day} {each:%B} {each.year}" for each in (day, day + datetime.timedelta(1))
-    )
-    return Fact(f"After {before} comes {after}.", f"Which day follows {before}?", after)
-
-
-def units(rng: np.random.Generator) -> Fact:
-    unit, name, part, part_name, times = UNITS[rng.integers(len(UNITS))]
-    count = int(rng.integers(2, 100))
-    return Fact(
-        f"{count} {unit} = {count * times} {part}.",
-        f"How many {part_name} are {count} {name}?",
-        str(count * times),
-    )
-
-
-def spelling(rng: np.random.Generator) -> Fact:
-    word = "".join(
-        CONSONANTS[rng.integers(len(CONSONANTS))] + VOWELS[rng.integers(len(VOWELS))]
-        for _ in range(rng.integers(2, 5))
-    )
-    letters = "-".join(word)
-    return Fact(f"{word} is spelled {letters}.", f"Spell {word}.", letters)
-
-
-KINDS: dict[str, Callable[[np.random.Generator], Fact]] = {
-    "sums": sums,
-    "dates": dates,
-    "units": units,
-    "spelling": spelling,
-}
-
-
-def facts(rng: np.random.Generator, count: int, held_out: bool) -> list[Fact]:
-    """Random facts of all kinds, of training or held out."""
-    kinds = list(KINDS.values())
-    found: list[Fact] = []
-    while len(found) < count:
-        fact = kinds[rng.integers(len(kinds))](rng)
-        if fact.is_held_out == held_out:
-            found.append(fact)
-    return found
+from jaxformer.decoding import Sampling
+from jaxformer.evaluation.generation import answers, best_text
+from jaxformer.evaluation.metric import Evaluation
 
 
 @dataclass(frozen=True)
 class Statements:
     """Facts told one after another, as bytes."""
 
-    training: int = 60_000  # facts
+    training: int = 100_000  # facts
     validation: int = 1000
+    kinds: tuple[str, ...] = SUMS_FIRST
     seed: int = 0  # of the facts
     end_of_text = 0xFF  # an answer may end there
 
@@ -108,7 +34,8 @@ class Statements:
         length = context_length(model)
         tokens = []
         for split, count in enumerate((self.training, self.validation)):
-            found = facts(np.random.default_rng((self.seed, split)), count, bool(split))
+            rng = np.random.default_rng((self.seed, split))
+            found = facts(rng, count, bool(split), self.kinds)
             text = "\n".join(fact.statement for fact in found)
             tokens.append(tokenizers.Bytes().encode_text(text))
         digest = hashlib.sha256(b"".join(each.tobytes() for each in tokens)).hexdigest()
@@ -129,24 +56,98 @@ class Talks:
 
     training: int = 20_000  # conversations
     validation: int = 400
+    kinds: tuple[str, ...] = ALL
+    questions: int = 2  # at most, in a conversation
     seed: int = 0  # of the facts
 
     def open(self, model: Any) -> Dataset:
         splits = []
         for split, count in enumerate((self.training, self.validation)):
             rng = np.random.default_rng((self.seed, 2 + split))
-            found = facts(rng, 2 * count, bool(split))
-            splits.append([self._talk(rng, i, found[2 * i : 2 * i + 2]) for i in range(count)])
-        tokenizer = tokenizers.Bytes().with_chat(built_in("chatml"))
+            splits.append([self._talk(rng, i, bool(split)) for i in range(count)])
         train, validation = splits
-        return chat.open_chat(train, validation, tokenizer, model, name="talks")
+        return chat.open_chat(train, validation, with_chat(), model, name="talks")
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
         return chat.question(tokenizer, [{"role": "user", "content": text}], reference)
 
-    def _talk(self, rng: np.random.Generator, number: int, found: list[Fact]) -> chat.Conversation:
-        messages = []
-        for fact in found[: rng.integers(1, 3)]:
-            messages.append({"role": "user", "content": fact.question})
-            messages.append({"role": "assistant", "content": fact.answer})
+    def _talk(self, rng: np.random.Generator, number: int, held_out: bool) -> chat.Conversation:
+        messages: list[dict] = []
+        for fact in facts(rng, int(rng.integers(self.questions)) + 1, held_out, self.kinds):
+            messages += asked(fact) + answered(fact.answer)
         return chat.Conversation(f"talk {number}", messages)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Questions with the right answer, and one of which one letter or digit is wrong."""
+
+    training: int = 8000  # questions
+    validation: int = 400
+    kinds: tuple[str, ...] = ALL
+    seed: int = 0  # of the facts
+
+    def open(self, model: Any) -> Dataset:
+        train, validation = (
+            self._choices(np.random.default_rng((self.seed, 4 + split)), count, bool(split))
+            for split, count in enumerate((self.training, self.validation))
+        )
+        return open_preferences(train, validation, with_chat(), model, name="choices")
+
+    def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
+        return chat.question(tokenizer, [{"role": "user", "content": text}], reference)
+
+    def _choices(self, rng: np.random.Generator, count: int, held_out: bool) -> list[Choice]:
+        return [
+            Choice(i, asked(fact), answered(fact.answer), answered(with_mistake(rng, fact.answer)))
+            for i, fact in enumerate(facts(rng, count, held_out, self.kinds))
+        ]
+
+
+def asked(fact: Fact) -> list[dict]:
+    return [{"role": "user", "content": fact.question}]
+
+
+def answered(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+def with_chat() -> Any:
+    """Bytes, with the template of conversations."""
+    return tokenizers.Bytes().with_chat(built_in("chatml"))
+
+
+@dataclass(frozen=True)
+class ExactByKind:
+    """The share of unseen questions of each kind that a model answers exactly, and their mean."""
+
+    count: int = 200  # questions of each kind
+    max_tokens: int = 28  # of an answer
+    only_final = True
+
+    def check(self, model: Any, dataset: Dataset) -> list[str]:
+        return ["exact", *(f"exact_{kind}" for kind in ALL)]
+
+    def __call__(self, scored: Evaluation) -> dict[str, float]:
+        tokenizer = with_chat()
+        scores = {}
+        for kind in ALL:
+            found = facts(np.random.default_rng(6), self.count, True, (kind,))
+            questions = [chat.question(tokenizer, asked(fact), fact.answer) for fact in found]
+            texts = answers(
+                scored.model,
+                scored.params,
+                questions,
+                tokenizer,
+                self.max_tokens,
+                Sampling(temperature=0.0),
+                stop_tokens=tokenizers.stop_tokens(tokenizer),
+                rows=64,
+                precision=scored.precision,
+            )
+            right = [
+                best_text(each).strip() == question.reference
+                for each, question in zip(texts, questions, strict=True)
+            ]
+            scores[f"exact_{kind}"] = float(np.mean(right))
+        return {"exact": float(np.mean(list(scores.values()))), **scores}

@@ -1,12 +1,12 @@
 """A small decoder that reads statements about sums, dates, units and spelling, byte by byte.
 
 It learns the facts, not to answer: `chat/sft` begins with its parameters.
-Expected: a validation loss of 0.59 nats a byte. Most of it is the random choice of each fact.
-Time: 10 minutes on two CPU cores; 33 beside other work.
+Expected: EXPECTED_BASE
+Time: TIME_BASE
 Command: make train EXP=chat/base
 """
 
-from experiments.chat._tasks import Statements
+from experiments.chat._tasks import ExactByKind, Statements
 from experiments.quickstart import experiment as quickstart
 from jaxformer.training import Experiment, Sample
 
@@ -16,9 +16,10 @@ experiment = Experiment(
     data=Statements(),
     optimizer=quickstart.optimizer,
     schedule=quickstart.schedule,
-    steps=2500,
+    steps=3000,
     batch_size=16,
     precision="bfloat16",
     eval_every=500,
+    metrics=(ExactByKind(),),
     sample=Sample(prompt="17 + 25 =", tokens=60),
 )

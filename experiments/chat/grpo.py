@@ -1,0 +1,35 @@
+"""The model of chat/dpo answers by itself; answers that are right gain probability.
+
+Most questions are sums, the kind that it knows least. Each step draws 8 answers to each of 16
+questions. A program checks them: the model is told no answer. Shao et al. 2024, arXiv:2402.03300.
+Expected: EXPECTED_GRPO
+Time: TIME_GRPO
+Command: make train EXP=chat/grpo, after chat/dpo
+Then: make generate EXP=chat_grpo ARGS=--chat
+"""
+
+from dataclasses import replace
+
+from experiments.chat._facts import SUMS_FIRST
+from experiments.chat._tasks import Talks
+from experiments.chat.sft import experiment as sft
+from jaxformer.data.rollouts import Rollouts
+from jaxformer.objectives import PolicyGradient
+from jaxformer.training import AdamW
+
+experiment = replace(
+    sft,
+    name="chat_grpo",
+    initial="chat_dpo",
+    data=Rollouts(
+        Talks(training=4000, kinds=SUMS_FIRST, questions=1),
+        group=8,
+        max_tokens=28,
+        precision="bfloat16",
+    ),
+    objective=PolicyGradient(),
+    optimizer=AdamW(learning_rate=1e-4, weight_decay=0.0),
+    steps=300,
+    batch_size=16,
+    eval_every=100,
+)
