@@ -1,12 +1,18 @@
 """The lines that a run prints before its first step."""
 
+import math
+import re
+
 import jax
 
 from jaxformer import params as parameters
 from jaxformer.runs.checks import kept_in_words
 from jaxformer.runs.setup import Setup
 from jaxformer.training import optimizers
+from jaxformer.training.recipe import Recipe
 from jaxformer.training.step import averaged_steps
+
+HEAD = re.compile(r"^(?!factors/).*?heads/([^/]+)/")  # the name of the head of a path
 
 
 def facts(setup: Setup, start: int) -> list[str]:
@@ -35,6 +41,8 @@ def facts(setup: Setup, start: int) -> list[str]:
     ):
         routes = optimizers.routes(experiment.optimizer, recipe.spec, recipe.frozen)
         lines += [f"  {path}: {route}" for path, route in routes.items()]
+    if recipe.frozen is not None:
+        lines.append(what_trains(recipe))
     for name, spec in recipe.references.items():
         lines.append(f"reference {name}: {parameters.count(spec):,} frozen parameters")
     if experiment.ema_decay is not None:
@@ -49,3 +57,20 @@ def facts(setup: Setup, start: int) -> list[str]:
         if jax.process_count() > 1:
             lines[-1] += f" in {jax.process_count()} processes"
     return [*lines, f"resuming after step {start}"] if start else lines
+
+
+def what_trains(recipe: Recipe) -> str:
+    """One line: how many numbers train, beside which heads, and which heads are frozen."""
+    held = parameters.paths(optimizers.without_gradient(recipe.spec, recipe.frozen))
+    specs = parameters.paths(recipe.spec)
+    count = sum(math.prod(specs[path].shape) for path, frozen in held.items() if not frozen)
+    line = f"trains: {count:,} of {parameters.count(recipe.spec):,} parameters"
+    heads: dict[bool, list[str]] = {False: [], True: []}
+    for path, frozen in held.items():
+        if (match := HEAD.search(path)) and match[1] not in heads[frozen]:
+            heads[frozen].append(match[1])
+    if heads[False]:
+        line += f", with the head {', '.join(heads[False])}"
+    if heads[True]:
+        line += f"; frozen: the head {', '.join(heads[True])}"
+    return line
