@@ -5,7 +5,7 @@ import re
 
 import jax
 
-from jaxformer import params as parameters
+from jaxformer import models, params as parameters
 from jaxformer.runs.checks import kept_in_words
 from jaxformer.runs.setup import Setup
 from jaxformer.training import optimizers
@@ -24,6 +24,9 @@ def facts(setup: Setup, start: int) -> list[str]:
     recipe = setup.recipe
     mesh = setup.mesh
     tree, own = recipe.parts.split(recipe.spec)
+    adapted = recipe.parts.adapted
+    if adapted is not None and adapted.store is not None:  # codes are no parameters
+        tree = {**tree, "weights": models.spec(experiment.model)}
     counted = f"{parameters.count(tree):,} parameters"
     if own:
         counted += f" and {parameters.count(own):,} of the objective"
@@ -42,7 +45,7 @@ def facts(setup: Setup, start: int) -> list[str]:
         routes = optimizers.routes(experiment.optimizer, recipe.spec, recipe.frozen)
         lines += [f"  {path}: {route}" for path, route in routes.items()]
     if recipe.frozen is not None:
-        lines.append(what_trains(recipe))
+        lines.append(what_trains(recipe, parameters.count([tree, own])))
     for name, spec in recipe.references.items():
         lines.append(f"reference {name}: {parameters.count(spec):,} frozen parameters")
     if experiment.ema_decay is not None:
@@ -59,12 +62,12 @@ def facts(setup: Setup, start: int) -> list[str]:
     return [*lines, f"resuming after step {start}"] if start else lines
 
 
-def what_trains(recipe: Recipe) -> str:
-    """One line: how many numbers train, beside which heads, and which heads are frozen."""
+def what_trains(recipe: Recipe, total: int) -> str:
+    """One line: how many of all parameters train, with which heads, and which heads are frozen."""
     held = parameters.paths(optimizers.without_gradient(recipe.spec, recipe.frozen))
     specs = parameters.paths(recipe.spec)
     count = sum(math.prod(specs[path].shape) for path, frozen in held.items() if not frozen)
-    line = f"trains: {count:,} of {parameters.count(recipe.spec):,} parameters"
+    line = f"trains: {count:,} of {total:,} parameters"
     heads: dict[bool, list[str]] = {False: [], True: []}
     for path, frozen in held.items():
         if (match := HEAD.search(path)) and match[1] not in heads[frozen]:

@@ -27,7 +27,7 @@ from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.evaluation import generation, perplexity, text_metrics
 from jaxformer.models import adaptation, blocks, norm, vision
-from jaxformer.ops import positions
+from jaxformer.ops import positions, quantised
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import initial
 from jaxformer.training import optimizers, references, schedules
@@ -83,7 +83,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "references": ChainMap(
         _of(initial, "FromRun") | _of(references, "Reference Base"), _MODEL, HUGGING_FACE
     ),
-    "adaptation": _of(adaptation, "Lora"),
+    "adaptation": _of(adaptation, "Lora") | _of(quantised, "NF4 Int4 Int8"),
     "metrics": _of(generation, "Generated")
     | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
     | _of(perplexity, "StridedPerplexity")

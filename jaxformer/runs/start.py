@@ -68,7 +68,9 @@ def first_params(
     tree = read_params("initial", initial, model, key, runs, weights_of)
     warn_of_new_frozen(recipe, model_spec, tree, key)
     if "weights" in recipe.spec and "weights" not in model_spec:
-        tree = {"weights": tree}
+        adapted = recipe.parts.adapted
+        store = None if adapted is None else adapted.store
+        tree = {"weights": tree if store is None else store(tree)}
     if not isinstance(tree, Mapping):
         return tree
     added = {name: part for name, part in recipe.spec.items() if name not in tree}

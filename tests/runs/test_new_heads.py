@@ -141,15 +141,17 @@ def test_a_new_head_trains_or_the_run_says_that_it_does_not(caplog):
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_line_and_the_warning_agree_for_each_kind(kind, caplog):
     recipe, _, warned = started(experiment_of(HEADS[kind]), caplog)
-    line = what_trains(recipe)
+    line = what_trains(recipe, 1000)
     if kind == "masked":
         assert line.endswith("; frozen: the head language_model") and len(warned) == 1
         recipe, _, warned = started(experiment_of(HEADS[kind], trains="heads/"), caplog)
-        assert what_trains(recipe).endswith("with the head language_model") and not warned
+        assert what_trains(recipe, 1000).endswith("with the head language_model") and not warned
         return
     assert line.endswith(f"with the head {NEW[kind]}") and not warned
     recipe, _, warned = started(experiment_of(HEADS[kind], trains=None), caplog)
-    assert what_trains(recipe).endswith(f"; frozen: the head {NEW[kind]}") and len(warned) == 1
+    assert (
+        what_trains(recipe, 1000).endswith(f"; frozen: the head {NEW[kind]}") and len(warned) == 1
+    )
 
 
 @pytest.mark.thorough
@@ -175,8 +177,10 @@ def test_a_frozen_head_that_the_weights_have_is_no_news(caplog):
 def test_the_line_counts_what_trains():
     factors = 2 * (16 * 2 + 2 * 16)  # query and value, rank 2
     head = 16 * 16 + 16 + 16 * 3 + 3  # a pooler and classes
-    line = what_trains(build(experiment_of(HEADS["classes"])))
-    assert line.startswith(f"trains: {factors + head + 16:,} of ")  # and the reward's 16
+    line = what_trains(build(experiment_of(HEADS["classes"])), 5000)
+    assert line.startswith(
+        f"trains: {factors + head + 16:,} of 5,000 parameters"
+    )  # and the reward's 16
 
 
 def test_heads_of_the_decoder_of_a_pair_train():
