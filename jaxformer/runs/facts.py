@@ -9,6 +9,7 @@ from jaxformer import models, params as parameters
 from jaxformer.runs.checks import kept_in_words
 from jaxformer.runs.setup import Setup
 from jaxformer.training import optimizers
+from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import Recipe
 from jaxformer.training.step import averaged_steps
 
@@ -54,12 +55,24 @@ def facts(setup: Setup, start: int) -> list[str]:
             f"scored: parameters averaged over about the last {steps:,} of"
             f" {experiment.steps:,} steps (ema_decay)"
         )
+    if recipe.averaged is not None:
+        lines.append(what_is_averaged(experiment))
     if mesh is not None:
         shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
         lines.append(f"mesh: {shape} of {mesh.size} devices")
         if jax.process_count() > 1:
             lines[-1] += f" in {jax.process_count()} processes"
     return [*lines, f"resuming after step {start}"] if start else lines
+
+
+def what_is_averaged(experiment: Experiment) -> str:
+    """One line for an optimizer that averages: its name, and a schedule that decays beside it."""
+    name = type(experiment.optimizer).__name__
+    schedule = type(experiment.schedule).__name__
+    line = f"scored: parameters that {name} averages"
+    if schedule == "Constant":
+        return line
+    return f"{line}; it replaces a decay of the rate, and schedule={schedule} decays it, too"
 
 
 def what_trains(recipe: Recipe, total: int) -> str:

@@ -32,6 +32,8 @@ from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import initial
 from jaxformer.training import optimizers, references, schedules
 from jaxformer.training.experiment import Checkpoints, Sample, Spikes
+from jaxformer.training.schedule_free import ScheduleFree
+from jaxformer.training.soap import SOAP
 
 
 def _of(module: ModuleType, names: str) -> dict[str, Any]:
@@ -71,7 +73,8 @@ NAMES: dict[str, Mapping[str, Any]] = {
     | _of(mixing, "Mixed")
     | _of(images, "Digits Images")
     | _of(labelled, "Labelled"),
-    "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
+    "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon")
+    | {"SOAP": SOAP, "ScheduleFree": ScheduleFree},
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
     "objective": _of(
         objectives,
