@@ -7,6 +7,8 @@ tokenizer:
 
     ARGS="--initial gpt2 --model gpt2_small --data \"Corpus('my.txt', tokenizer='gpt2')\""
 
+With --adaptation "Lora(stored=NF4())" the frozen matrices take 4 bits (docs/small-devices.md).
+
 Expected: at the end a validation loss below that of the starting run.
 Time: seconds on two CPU cores.
 Command: make train, then make train EXP=finetune_lora ARGS="--initial=quickstart"

@@ -31,6 +31,8 @@ class Spec:
     it; for other parameters it is empty. `rate` is a factor of the learning rate (`models.mup`).
     `trained=False` declares a variable. A variable has no gradient and no optimizer state. A step
     changes it by the `updates` of the model or of the objective (`ops.losses.LossSums`).
+    `dtype` is that of a frozen leaf which is no float32, such as codes of 8 bits; None: the dtype
+    that `init` or `abstract` is asked for.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +41,18 @@ class Spec:
     contracts: tuple[str, ...] = ()
     rate: float = 1.0
     trained: bool = True
+    dtype: Any = None
 
     def __describe__(self) -> dict[str, Any]:
-        """Its fields, without `trained=True`: names of older runs know no field `trained`."""
+        """Its fields, without the defaults of `trained` and `dtype`.
+
+        Names of older runs know neither field.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.trained:
             del values["trained"]
+        if self.dtype is None:
+            del values["dtype"]
         return {"type": type(self).__name__, **values}
 
     def __post_init__(self):
@@ -117,7 +125,8 @@ def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
     """Initial values. A leaf's key depends on its path alone: a new parameter changes no other."""
 
     def draw(name, leaf):
-        return leaf.init(jax.random.fold_in(key, zlib.crc32(name.encode())), leaf.shape, dtype)
+        path_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return leaf.init(path_key, leaf.shape, leaf.dtype or dtype)
 
     return map_with_name(draw, spec)
 
@@ -144,7 +153,7 @@ def random_key(seed: int, name: str = "seed") -> jax.Array:
 
 def abstract(spec: Tree, dtype=jnp.float32) -> Tree:
     """The tree as shapes and dtypes, without memory."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), spec)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype or dtype), spec)
 
 
 def count(spec: Tree) -> int:

@@ -3,6 +3,7 @@
 Weights of Hugging Face are in `families`.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,11 @@ class FromRun:
                 f"initial={self.path}: it trained an adaptation; give a function with"
                 " open_run(...).params"
             )
-        part = "params" if description.get("ema_decay") is None else "ema"
         run = epath.Path(self.path).expanduser()
         folder = run / "checkpoints"
+        # an optimizer may average, too: the checkpoint says so
+        is_averaged = description.get("ema_decay") is not None or has_average(folder, self.step)
+        part = "ema" if is_averaged else "params"
         no_links.check_folder(folder, run)
         # The parameters of the run's objective do not belong to its model.
         leave_out = () if "objective" in spec else ("objective",)
@@ -61,6 +64,19 @@ class FromRun:
         if not storage.is_file(file):
             raise ConfigError(f"initial={self.path}: no run folder, it has no config.json")
         return read_json(file, "", file.parent, name=str)
+
+
+def has_average(folder: epath.Path, step: int | None) -> bool:
+    """Whether the newest checkpoint (or that of `step`) has averaged parameters.
+
+    Damaged checkpoints are passed over; where none can be read, the restore says why.
+    """
+    found = checkpoint_reader.steps(folder)
+    for each in reversed(found) if step is None else [step]:
+        with suppress(checkpoint_reader.Damaged, checkpoint_reader.CheckpointError):
+            leaves = checkpoint_reader.read_manifest(folder / str(each))["leaves"]
+            return any(name.startswith("ema/") for name in leaves)
+    return False
 
 
 def check_initial(experiment: Any, recipe: Recipe) -> None:

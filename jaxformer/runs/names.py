@@ -29,11 +29,13 @@ from jaxformer.decoding.sampling import Sampling
 from jaxformer.evaluation import generation, perplexity, text_metrics
 from jaxformer.models import adaptation, blocks, norm, vision
 from jaxformer.objectives import policy
-from jaxformer.ops import positions
+from jaxformer.ops import positions, quantised
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import initial
 from jaxformer.training import optimizers, references, schedules
 from jaxformer.training.experiment import Checkpoints, Sample, Spikes
+from jaxformer.training.schedule_free import ScheduleFree
+from jaxformer.training.soap import SOAP
 
 
 def _of(module: ModuleType, names: str) -> dict[str, Any]:
@@ -74,7 +76,8 @@ NAMES: dict[str, Mapping[str, Any]] = {
     | _of(mixing, "Mixed")
     | _of(images, "Digits Images")
     | _of(labelled, "Labelled"),
-    "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon"),
+    "optimizer": _of(optimizers, "Adam AdamW Adafactor Lion Muon")
+    | {"SOAP": SOAP, "ScheduleFree": ScheduleFree},
     "schedule": _of(schedules, "Noam Cosine Linear WSD Constant"),
     "objective": _of(
         objectives,
@@ -88,7 +91,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "references": ChainMap(
         _of(initial, "FromRun") | _of(references, "Reference Base"), _MODEL, HUGGING_FACE
     ),
-    "adaptation": _of(adaptation, "Lora"),
+    "adaptation": _of(adaptation, "Lora") | _of(quantised, "NF4 Int4 Int8"),
     "metrics": _of(generation, "Generated")
     | _of(text_metrics, "bleu chrf rouge exact_match token_f1")
     | _of(perplexity, "StridedPerplexity")

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -92,8 +93,8 @@ class Run:
         total = of(tree)
         every = self.experiment.checkpoints.every
         for other in neighbours(self.folder, steps, step, every, self.average):
-            total = jax.tree.map(jax.numpy.add, total, of(restore(other)[1]))
-        return step, jax.tree.map(lambda leaf: leaf / self.average, total), metadata
+            total = jax.tree.map(_add, total, of(restore(other)[1]))
+        return step, jax.tree.map(partial(_divide, by=self.average), total), metadata
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh | None:
@@ -431,3 +432,12 @@ def neighbours(
             f"{folder.path}: no mean of {count} checkpoints up to step {step}: {problem}; {advice}"
         )
     return wanted
+
+
+def _add(total: jax.Array, leaf: jax.Array) -> jax.Array:
+    """The sum; codes of frozen weights are the same in all checkpoints and have none."""
+    return total + leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else total
+
+
+def _divide(total: jax.Array, by: int) -> jax.Array:
+    return total / by if jnp.issubdtype(total.dtype, jnp.inexact) else total

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import checkpoint_reader
 from jaxformer.runs.initial import FromRun
 from jaxformer.runs.run_folder import RunFolder, open_experiment, runs_of
+from jaxformer.training.optimizers import without_gradient
 from jaxformer.training.recipe import Recipe, build
 from jaxformer.training.step import abstract_state
 
@@ -64,12 +66,65 @@ def first_params(
     model_spec = models.spec(model)
     key = params.random_key(recipe.seed)
     tree = read_params("initial", initial, model, key, runs, weights_of)
+    warn_of_new_frozen(recipe, model_spec, tree, key)
     if "weights" in recipe.spec and "weights" not in model_spec:
-        tree = {"weights": tree}
+        adapted = recipe.parts.adapted
+        store = None if adapted is None else adapted.store
+        tree = {"weights": tree if store is None else store(tree)}
     if not isinstance(tree, Mapping):
         return tree
     added = {name: part for name, part in recipe.spec.items() if name not in tree}
     return {**tree, **params.init(added, key)}
+
+
+def warn_of_new_frozen(
+    recipe: Recipe, model_spec: params.Tree, tree: params.Tree, key: jax.Array
+) -> None:
+    """Warns of parameters that `initial` leaves as they are drawn, and that are frozen.
+
+    A head that the weights do not have, for example, stays random then, and the run would learn
+    around it in silence.
+    """
+    if recipe.frozen is None or not isinstance(tree, Mapping):
+        return
+    in_adaptation = "weights" in recipe.spec and "weights" not in model_spec
+    held = params.paths(without_gradient(recipe.spec, recipe.frozen))
+    new = [
+        path
+        for path in drawn_paths(model_spec, tree, key)
+        if held.get(f"weights/{path}" if in_adaptation else path)
+    ]
+    if not new:
+        return
+    advice = "let it train (adaptation.trains, frozen), or start from weights that have it"
+    log.warning(
+        "initial: %s: frozen, and as it was drawn, so it stays random; %s", ", ".join(new), advice
+    )
+
+
+def drawn_paths(spec: params.Tree, tree: params.Tree, key: jax.Array) -> list[str]:
+    """The paths outside of layers whose leaves are the initial values of `params.init(spec, key)`.
+
+    Constant initial values, such as zeros, do not count: trained parameters may equal them.
+    """
+    leaves = params.paths(tree)
+    other = jax.random.fold_in(key, 1)
+
+    @partial(jax.jit, static_argnums=0)
+    def is_drawn(path, leaf, key, other):
+        of_path = {path: params.paths(spec)[path]}
+        value = params.init(of_path, key)[path]
+        is_random = jnp.any(value != params.init(of_path, other)[path])
+        # an init outside of jit may round differently
+        tolerance = 1e-5 * jnp.max(jnp.abs(value))
+        return is_random & jnp.all(jnp.abs(leaf - value) <= tolerance)
+
+    return [
+        path
+        for path, leaf in params.paths(spec).items()
+        if leaf.trained and "layers" not in leaf.axes
+        if bool(is_drawn(path, leaves[path], key, other))
+    ]
 
 
 def read_params(

@@ -13,4 +13,6 @@ from jaxformer.objectives import (
 from jaxformer.training.experiment import Checkpoints, Experiment, Sample, Spikes
 from jaxformer.training.optimizers import Adafactor, Adam, AdamW, Lion, Muon
 from jaxformer.training.references import Base, Reference
+from jaxformer.training.schedule_free import ScheduleFree
 from jaxformer.training.schedules import WSD, Constant, Cosine, Linear, Noam
+from jaxformer.training.soap import SOAP

@@ -10,10 +10,12 @@ import optax
 from jax import Array
 
 from jaxformer.errors import ConfigError
+from jaxformer.models.stacks.trees import combine
 from jaxformer.objectives.objective import Batch
 from jaxformer.ops.losses import LossSums
 from jaxformer.params import Tree
 from jaxformer.training.micro_batches import sum_over_micro_batches
+from jaxformer.training.optimizers import without_gradient
 from jaxformer.training.recipe import Recipe
 
 
@@ -29,24 +31,37 @@ def accumulate(
     """(sums of losses and weights, gradient of `scale` times the loss sum), over micro-batches.
 
     The caller divides the sums once, at the end. So the gradient does not depend on how the batch
-    is split, even where padding is uneven.
+    is split, even where padding is uneven. Leaves without a gradient (`without_gradient`) have
+    zeros in the gradient; nothing is computed or summed for them.
     """
     loss_of = partial(recipe.loss, step=step, references=references)
     rounded = round_matrices(recipe, params)
+    trained, others = split_trained(recipe, rounded)
 
-    def scaled_loss(params, batch, key):
-        sums = loss_of(params, batch, key)
+    def scaled_loss(trained, batch, key):
+        sums = loss_of(combine(trained, others), batch, key)
         return sums.loss * scale, sums
 
     def sums_and_gradient(batch, key):
-        gradients, sums = jax.grad(scaled_loss, has_aux=True)(rounded, batch, key)
-        return sums, jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), gradients, params)
+        gradients, sums = jax.grad(scaled_loss, has_aux=True)(trained, batch, key)
+        dtypes, _ = split_trained(recipe, params)
+        return sums, jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), gradients, dtypes)
 
     if recipe.accumulation > 1 or recipe.mesh.backend == "pmap":
         check_weight(loss_of, rounded, batch, key)
     if recipe.accumulation == 1:
-        return sums_and_gradient(batch, key)
-    return sum_over_micro_batches(sums_and_gradient, batch, key, recipe.accumulation)
+        sums, gradients = sums_and_gradient(batch, key)
+    else:
+        sums, gradients = sum_over_micro_batches(sums_and_gradient, batch, key, recipe.accumulation)
+    return sums, combine(gradients, jax.tree.map(jnp.zeros_like, others))
+
+
+def split_trained(recipe: Recipe, params: Tree) -> tuple[Tree, Tree]:
+    """(leaves that have a gradient, the other leaves); None stands for a missing leaf."""
+    without = without_gradient(recipe.spec, recipe.frozen)
+    trained = jax.tree.map(lambda held, leaf: None if held else leaf, without, params)
+    others = jax.tree.map(lambda held, leaf: leaf if held else None, without, params)
+    return trained, others
 
 
 def round_matrices(recipe: Recipe, params: Tree) -> Tree:

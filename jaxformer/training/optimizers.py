@@ -24,7 +24,8 @@ from jaxformer.params import Tree
 OUTER = {"vocab", "channel", "class"}
 
 
-def _check(optimizer) -> None:
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ConfigError for a field of an optimizer that has no meaning."""
     check_types(optimizer, "optimizer.")
     for name in ("learning_rate", "adam_learning_rate"):
         rate = getattr(optimizer, name, 1.0)
@@ -38,8 +39,11 @@ def _check(optimizer) -> None:
         share = getattr(optimizer, name, 0.0)
         if not 0 <= share < 1:
             raise ConfigError(f"optimizer.{name}={share}: must be in [0, 1)")
-    for name in ("eps", "clipping_threshold", "decay_rate", "newton_schulz_steps"):
+    positive = ("eps", "clipping_threshold", "decay_rate", "newton_schulz_steps", "update_rms")
+    for name in positive:
         value = getattr(optimizer, name, 1.0)
+        if value is None:
+            continue
         if not (math.isfinite(value) and value > 0):  # eps 0: 0 / 0 where a gradient is 0
             raise ConfigError(f"optimizer.{name}={value}: must be a positive finite number")
     params.check_pattern("optimizer.not_decayed", getattr(optimizer, "not_decayed", None))
@@ -53,7 +57,7 @@ class Adam:
     b1: float = 0.9  # decay of the mean of gradients
     b2: float = 0.98  # decay of the mean of their squares
     eps: float = 1e-9  # added to the root of the mean square
-    __post_init__ = _check
+    __post_init__ = check_optimizer
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         return optax.chain(optax.scale_by_adam(self.b1, self.b2, self.eps), optax.scale(-1))
@@ -71,7 +75,7 @@ class AdamW:
     # regular expression: a parameter has no decay if it matches anywhere in the parameter's path;
     # None: parameters that are not a matrix have none
     not_decayed: str | None = None
-    __post_init__ = _check
+    __post_init__ = check_optimizer
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         return optax.chain(
@@ -95,7 +99,7 @@ class Adafactor:
     # regular expression: a parameter has no decay if it matches anywhere in the parameter's path;
     # None: parameters that are not a matrix have none
     not_decayed: str | None = None
-    __post_init__ = _check
+    __post_init__ = check_optimizer
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         factored = optax.scale_by_factored_rms(decay_rate=self.decay_rate)
@@ -118,7 +122,7 @@ class Lion:
     # regular expression: a parameter has no decay if it matches anywhere in the parameter's path;
     # None: parameters that are not a matrix have none
     not_decayed: str | None = None
-    __post_init__ = _check
+    __post_init__ = check_optimizer
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         return optax.chain(
@@ -136,6 +140,11 @@ class Muon:
     learning_rate: float = 2e-2  # peak of the schedule for matrices
     momentum: float = 0.95  # decay of the momentum
     newton_schulz_steps: int = 5  # iterations that make the update orthogonal
+    # None: a matrix's orthogonal update is multiplied by sqrt(max(1, outputs / inputs)), as Jordan
+    # et al. publish it. A number: by that number times sqrt(max(inputs, outputs)), so that an
+    # update has this root mean square; 0.2 is about that of AdamW, whose learning rate then serves
+    # (Liu et al. 2025, arXiv:2502.16982, section 2.2)
+    update_rms: float | None = None
     adam_learning_rate: float = 1e-3  # peak of the same schedule for the rest
     b1: float = 0.9  # of AdamW: decay of the mean of gradients
     b2: float = 0.95  # of AdamW: decay of the mean of their squares
@@ -143,7 +152,7 @@ class Muon:
     # regular expression: a parameter has no decay if it matches anywhere in the parameter's path;
     # None: parameters that are not a matrix have none
     not_decayed: str | None = None
-    __post_init__ = _check
+    __post_init__ = check_optimizer
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         # optax puts an empty node where another optimizer updates
@@ -154,6 +163,7 @@ class Muon:
             learning_rate=1.0,
             ns_steps=self.newton_schulz_steps,
             beta=self.momentum,
+            consistent_rms=self.update_rms,
             weight_decay=self.weight_decay,
             weight_decay_mask=decayed(self, spec),
             muon_weight_dimension_numbers=lambda updates: jax.tree.map(dimensions, spec, updates),
@@ -247,7 +257,7 @@ def with_rates(optimizer: Callable, spec: Tree) -> Any:
     """The optimizer, its updates multiplied by each parameter's `rate`; decay is not multiplied."""
     if all(leaf.rate == 1 for leaf in jax.tree.leaves(spec)):
         return optimizer(spec)
-    if isinstance(optimizer, Muon | Adafactor):
+    if isinstance(optimizer, Muon | Adafactor) or not getattr(optimizer, "takes_rates", True):
         name = type(optimizer).__name__
         raise ConfigError(
             f"optimizer={name}: parameters have rates of their own (MuP), "

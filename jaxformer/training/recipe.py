@@ -76,9 +76,15 @@ class Recipe:
     rms: tuple[str, ...] = ()  # kinds of root mean squares that each step reports by layer
     # {name: spec} of the frozen models that a step reads
     references: Mapping[str, Tree] = field(default_factory=dict)
+    # (parameters, optimizer's state) -> the parameters to evaluate, of an optimizer that averages
+    # itself; None: the parameters, or their average by `ema_decay`
+    averaged: Callable[[Tree, Tree], Tree] | None = None
 
     weights = property(lambda self: self.parts.weights)  # trained -> the model's parameters
     score = property(lambda self: self.eval_loss)  # an earlier name
+
+    # whether a state has averaged parameters, which are evaluated
+    has_average = property(lambda self: self.ema_decay is not None or self.averaged is not None)
 
 
 def build(experiment: Any) -> Recipe:
@@ -92,6 +98,13 @@ def build(experiment: Any) -> Recipe:
         raise ConfigError(
             f"{settings}: this objective compares all rows of a batch; "
             "expected accumulation=1, backend=jit"
+        )
+    averaged = getattr(experiment.optimizer, "averaged", None)
+    if averaged is not None and experiment.ema_decay is not None:
+        name = type(experiment.optimizer).__name__
+        raise ConfigError(
+            f"ema_decay={experiment.ema_decay}: optimizer={name} averages the parameters itself; "
+            "leave ema_decay out"
         )
     parts = parts_of(experiment, models.spec(model))
     spec, frozen = parts.spec, parts.frozen
@@ -130,6 +143,7 @@ def build(experiment: Any) -> Recipe:
         optimizer=optimizers.build(experiment.optimizer, spec, frozen),
         schedule=experiment.schedule(experiment),
         references=reference_specs(experiment, models.spec(model)),
+        averaged=averaged,
         **{name: getattr(experiment, name) for name in COPIED},
     )
 

@@ -52,7 +52,7 @@ def init_state(recipe: Recipe, trained: Tree = None) -> TrainState:
     if trained is None:
         trained = parameters.init(recipe.spec, parameters.random_key(recipe.seed))
     zero = jnp.zeros((), jnp.int32)
-    ema = None if recipe.ema_decay is None else jax.tree.map(jnp.array, trained)
+    ema = jax.tree.map(jnp.array, trained) if recipe.has_average else None
     loss_scale = None
     if recipe.precision == "float16":
         loss_scale = LossScale(jnp.float32(2.0**15), jnp.zeros_like(zero))

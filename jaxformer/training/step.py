@@ -213,12 +213,14 @@ def update(
     """
     gradients = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradient_sums)
     opt_state = in_memory(recipe, state.opt_state, jax.memory.Space.Device)
-    updates, opt_state = recipe.optimizer.update(gradients, opt_state, state.params)
+    # an optimizer may need the rate of the step (`schedule_free`); the others do not see it
+    optimizer = optax.with_extra_args_support(recipe.optimizer)
+    updates, opt_state = optimizer.update(gradients, opt_state, state.params, rate=rate)
     updates = jax.tree.map(lambda p, u: (rate * u).astype(p.dtype), state.params, updates)
     params = jax.tree.map(jnp.add, state.params, updates)
     if variables:
         params = parameters.map_with_name(partial(new_value, variables), params)
-    ema = average(recipe, state, params)
+    ema = average(recipe, state, params, opt_state)
     opt_state = in_memory(recipe, opt_state, jax.memory.Space.Host)
     update_rms = root_mean_squares(recipe, "update", updates)
     return replace(state, params=params, opt_state=opt_state, ema=ema), update_rms
@@ -229,13 +231,16 @@ def new_value(variables: dict[str, Array], path: str, leaf: Array) -> Array:
     return variables[path].astype(leaf.dtype) if path in variables else leaf
 
 
-def average(recipe: Recipe, state: TrainState, params: Tree) -> Tree:
+def average(recipe: Recipe, state: TrainState, params: Tree, opt_state: Tree = None) -> Tree:
     """The averaged parameters after this step; None without `ema_decay`.
 
-    They are mean + (1 - decay) (params - mean). Variables are not averaged: they have their current
-    values. The decay grows up to `ema_decay`, because with a constant decay of 0.9999 the average
-    of 300 steps would be 97 % random start.
+    An optimizer that averages makes them of its new state. Else they are
+    mean + (1 - decay) (params - mean). Variables are not averaged: they have their current values.
+    The decay grows up to `ema_decay`, because with a constant decay of 0.9999 the average of 300
+    steps would be 97 % random start.
     """
+    if recipe.averaged is not None:
+        return recipe.averaged(params, opt_state)
     if recipe.ema_decay is None:
         return None
     # computed as 1 - decay: float32 would lose four digits of a decay of 0.9999

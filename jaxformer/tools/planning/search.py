@@ -51,7 +51,7 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     gathered = 4.0 * params.count(models.spec(model))
     width = 4 if experiment.precision == "float32" else 2
     moments = _moments(experiment.optimizer, model, experiment.frozen)
-    moments += experiment.ema_decay is not None
+    moments += experiment.ema_decay is not None or hasattr(experiment.optimizer, "averaged")
     if mesh.offload:
         state = 2 * local
     else:
