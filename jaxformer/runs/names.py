@@ -76,7 +76,8 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "objective": _of(
         objectives,
         "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence"
-        " PrefixLanguageModel SpanCorruption Preference DPO IPO SimPO",
+        " PrefixLanguageModel SpanCorruption Preference DPO IPO SimPO"
+        " Distillation HiddenStates JensenShannon forward_kl reverse_kl",
     )
     | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE),
