@@ -6,6 +6,7 @@ from jaxformer.objectives.corruption import SpanCorruption
 from jaxformer.objectives.distillation import Distillation, HiddenStates
 from jaxformer.objectives.divergences import JensenShannon, forward_kl, reverse_kl
 from jaxformer.objectives.masked import MaskedTokens, NextSentence
+from jaxformer.objectives.multi_token import MultiToken
 from jaxformer.objectives.objective import StepContext, with_reports
 from jaxformer.objectives.preference import DPO, IPO, Preference, SimPO
 from jaxformer.objectives.spans import SpanCrossEntropy

@@ -77,7 +77,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
         objectives,
         "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence"
         " PrefixLanguageModel SpanCorruption Preference DPO IPO SimPO"
-        " Distillation HiddenStates JensenShannon forward_kl reverse_kl",
+        " Distillation HiddenStates JensenShannon forward_kl reverse_kl MultiToken",
     )
     | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE),

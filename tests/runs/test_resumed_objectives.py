@@ -22,7 +22,7 @@ from jaxformer.models import (
     ModelConfig,
     TokenClassification,
 )
-from jaxformer.objectives import Distillation, HiddenStates, Preference, SimPO
+from jaxformer.objectives import Distillation, HiddenStates, MultiToken, Preference, SimPO
 from jaxformer.runs import loop
 from jaxformer.training import (
     Checkpoints,
@@ -77,6 +77,11 @@ CASES = {
         Distillation(
             hidden=HiddenStates("layers/0/residual", "layers/1/residual"), teacher=TEACHER
         ),
+        {"labels": ((16,), 30)},
+    ),
+    "several tokens": (
+        replace(STACK, masks=(causal(),)),
+        MultiToken(modules=2),
         {"labels": ((16,), 30)},
     ),
     "drawn constants": (
