@@ -3,7 +3,7 @@
 `MultiToken` is the objective. At position i, module k joins the hidden state of module k - 1 with
 token i + k, and predicts token i + k + 1. Module 1 reads the hidden state of the model. A module is
 a `ModelConfig` of one layer (`module_of`) whose embedding joins the two, so it trains and decodes
-like any model.
+like any model. The first module drafts in speculative decoding (`drafter`).
 DeepSeek-AI 2024, arXiv:2412.19437, section 2.2.
 """
 
@@ -16,6 +16,7 @@ from jax import Array
 from jax.nn.initializers import normal, ones
 
 from jaxformer import models, ops, params as parameters
+from jaxformer.decoding.speculative import HiddenDraft
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.models import heads
 from jaxformer.models.embedding import embedder_of
@@ -107,6 +108,14 @@ def with_shared(params: Tree, own: Tree) -> Tree:
     """A module's parameters, with the embedding and the heads of the model's `params`."""
     shared = {"heads": params["heads"]} if "heads" in params else {}
     return {**own, **shared, "embedding": {**params["embedding"], **own["embedding"]}}
+
+
+def drafter(model: models.ModelConfig, params: Tree, own: Tree, dtype: Any = None) -> HiddenDraft:
+    """The first module as the draft of `decoding.speculate`.
+
+    `own` are the objective's parameters, such as `run.checkpoint[1]["objective"]`.
+    """
+    return HiddenDraft(module_of(model), with_shared(params, own["modules"]["0"]), dtype)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Multi-token prediction beside its equations in float64, and as a part of training."""
+"""Multi-token prediction beside its equations in float64, as a part of training, and as a draft."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import models, params as P
+from jaxformer import decoding, models, params as P
+from jaxformer.decoding import HiddenDraft, Sampling, speculate
 from jaxformer.errors import ConfigError
 from jaxformer.masks import causal, full, prefix, window
-from jaxformer.models import Classification, EncoderDecoder, Mixture, ModelConfig
+from jaxformer.models import Classification, EncoderDecoder, LanguageModel, Mixture, ModelConfig
 from jaxformer.objectives import MultiToken, StepContext, TokenCrossEntropy
-from jaxformer.objectives.multi_token import module_of, with_shared
+from jaxformer.objectives.multi_token import drafter, module_of, with_shared
 from jaxformer.ops.positions import Rope
 
 rng = np.random.default_rng(0)
@@ -28,6 +29,8 @@ LLAMA = ModelConfig(
     masks=(causal() & window(6), causal() & window(3)),
 )  # fmt: skip
 KEY = jax.random.key(0)
+GREEDY = Sampling(temperature=0.0)
+PROMPTS = [[1, 2, 3, 4, 5], [7], [4] * 8]
 
 
 def init(spec, seed):
@@ -211,3 +214,79 @@ def test_what_does_not_fit_is_refused():
     for make in (lambda: MultiToken(modules=0), lambda: MultiToken(weight=-0.1)):
         with pytest.raises(ConfigError, match="objective"):
             make()
+
+
+def draft_of(model, seed=2):
+    own = init(MultiToken().spec(model), seed)
+    return drafter(model, init(models.spec(model), 1), own)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_greedy_tokens_are_those_of_generate(ahead):
+    """Whatever the draft; texts are longer than the windows."""
+    params = init(models.spec(LLAMA), 1)
+    expected = decoding.generate(LLAMA, params, PROMPTS, 17, sampling=GREEDY, rows=4)
+    found = speculate(
+        LLAMA, params, PROMPTS, 17, draft=draft_of(LLAMA), ahead=ahead, sampling=GREEDY
+    )
+    assert found.tokens == expected and isinstance(draft_of(LLAMA), HiddenDraft)
+    alone = speculate(
+        LLAMA, params, PROMPTS[1:2], 17, draft=draft_of(LLAMA), ahead=ahead, sampling=GREEDY
+    )
+    assert alone.tokens == expected[1:2] and alone.accepted == found.accepted[1:2]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tied", [True, False])
+def test_drafts_are_what_the_module_predicts_in_training(tied):
+    """The numbers of proposed and accepted tokens are those of one pass over the whole text."""
+    model = replace(LLAMA, tie_embeddings=tied, vocab_size=4, init_std=0.7)
+    params = init(models.spec(model), 1)
+    draft = draft_of(model)
+    found = speculate(model, params, [[1, 2, 3]], 30, draft=draft, ahead=1, sampling=GREEDY)
+    text = np.array([[1, 2, 3, *found.tokens[0]]])
+    hidden = models.encode(model, params, text).hidden
+    module = models.apply(
+        draft.config, draft.params, text[:, 1:], inputs={"hidden": hidden[:, :-1]}
+    )
+    predicted = np.argmax(module.logits[0], axis=-1)  # [i] is of token i + 2
+    proposed, accepted, length = 0, 0, 4
+    while length < 32:  # one token is left: none is proposed
+        proposed += 1
+        right = predicted[length - 2] == text[0, length]
+        accepted += right
+        length += 1 + right
+    assert (found.proposed, found.accepted) == ([proposed], [accepted])
+    assert 0 < accepted < proposed
+
+
+@pytest.mark.thorough
+def test_sampled_tokens_have_the_distribution_of_the_model():
+    """Chi-square over 20,000 texts of three tokens; the second and third come of drafts."""
+    model = ModelConfig(4, 1, 8, 2, context_length=16, init_std=0.5)
+    params = init(models.spec(model), 3)
+    n, prompt = 20_000, [1, 2, 0]
+    sampling = Sampling(temperature=0.8)
+    found = speculate(
+        model, params, [prompt] * n, 4, draft=draft_of(model), ahead=2, sampling=sampling, rows=n
+    )
+    assert 0.1 < sum(found.accepted) / sum(found.proposed) < 0.95
+    texts = np.indices((4, 4, 4)).reshape(3, -1).T
+    tokens = np.concatenate([np.tile(prompt, (64, 1)), texts], axis=1)
+    logits = models.apply(model, params, tokens).logits / 0.8
+    logs = np.asarray(jax.nn.log_softmax(logits))[:, 2:5]
+    expected = n * np.exp(np.take_along_axis(logs, texts[..., None], axis=-1).sum(axis=(1, 2)))
+    observed = np.bincount(np.array(found.tokens)[:, :3] @ [16, 4, 1], minlength=64)
+    chi = ((observed - expected) ** 2 / expected).sum()
+    assert abs(chi - 63) < 4 * np.sqrt(2 * 63), chi  # four standard deviations
+
+
+def test_a_draft_that_does_not_fit_is_refused():
+    draft = draft_of(replace(MODEL, vocab_size=V + 1, heads=(LanguageModel(),)))
+    with pytest.raises(ConfigError, match=f"draft of {V + 1} tokens"):
+        speculate(MODEL, init(models.spec(MODEL), 1), PROMPTS, 3, draft=draft)
+    pair = EncoderDecoder(replace(MODEL, heads=()), MODEL)
+    params = init(models.spec(pair), 1)
+    with pytest.raises(ConfigError, match="HiddenDraft reads the hidden states of a decoder alone"):
+        speculate(pair, params, PROMPTS, 3, draft=draft_of(MODEL), sources=PROMPTS)

@@ -1,5 +1,6 @@
 """Multi-token prediction: what users of others reported, tried here."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 
 from jaxformer import models, params as P
+from jaxformer.decoding import Sampling, generate, speculate
+from jaxformer.masks import causal, window
 from jaxformer.models import ModelConfig
 from jaxformer.objectives import MultiToken, StepContext
+from jaxformer.objectives.multi_token import drafter
 from jaxformer.ops.positions import Rope
 
 V, T = 7, 8
@@ -72,3 +76,20 @@ def test_the_last_label_of_a_row(trees):
     for before, after in zip(of_modules(trees, batch), of_modules(trees, changed), strict=True):
         assert before[0] != after[0]
     assert [weight for _, weight in of_modules(trees, batch)] == [T - 1, T - 2]
+
+
+@pytest.mark.report(
+    "ikawrakow/ik_llama.cpp#1718",
+    "ml-explore/mlx-swift-lm#516",
+    right="a draft of several tokens beyond a sliding window leaves the text that of the model",
+)
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_drafts_beyond_a_window(trees, ahead):
+    model = replace(MODEL, masks=(causal() & window(3),), num_layers=1)
+    params = trees[0]
+    draft = drafter(model, params, trees[1])
+    greedy = Sampling(temperature=0.0)
+    prompts = [[1, 2, 3, 4, 5, 6], [2]]
+    found = speculate(model, params, prompts, 14, draft=draft, ahead=ahead, sampling=greedy)
+    assert found.tokens == generate(model, params, prompts, 14, sampling=greedy)
+    assert all(0 <= a <= p for a, p in zip(found.accepted, found.proposed, strict=True))
