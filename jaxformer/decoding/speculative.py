@@ -24,9 +24,17 @@ from jaxformer.decoding.arguments import (
     rows_for,
     sampling_settings,
 )
+from jaxformer.decoding.cache import init_cache
 from jaxformer.decoding.filters import Filter, History
 from jaxformer.decoding.generate import read_rows
-from jaxformer.decoding.model import Model, Prompts, Tokens, check_rotations, open_model
+from jaxformer.decoding.model import (
+    Model,
+    Prompts,
+    Tokens,
+    check_rotations,
+    open_model,
+    padded_length,
+)
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.state import DecodeState, append, new_tokens
 from jaxformer.decoding.steps import decode_step
@@ -123,13 +131,106 @@ class Lookup:
         return Proposal(jnp.take_along_axis(tokens, positions, axis=1))
 
 
+@struct.dataclass
+class Followed:
+    """How far a `HiddenDraft` has read the texts."""
+
+    cache: Any  # of the draft
+    hidden: Any  # [B, A + 1, D]: the model's hidden states that the draft reads next
+    count: Any  # [B]: the number of these states
+
+
+@struct.dataclass
+class HiddenDraft:
+    """A draft that reads the model's hidden states, such as a module of multi-token prediction.
+
+    `config` is a model that reads hidden states `[B, T, D]` as `inputs["hidden"]`. At position i it
+    reads the state of token i and the token i + 1, and its logits are those of token i + 2. For the
+    later tokens of a draft, it reads its own hidden states. The model reads each prompt twice.
+    DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; Li et al. 2024, arXiv:2401.15077.
+    """
+
+    config: Any = struct.field(pytree_node=False)
+    params: Any
+    dtype: Any = struct.field(pytree_node=False, default=None)
+
+    def propose(
+        self, ahead: int, history: History, cache: Followed, proposed, keys, settings: Settings
+    ) -> Proposal:
+        """Reads the tokens that the model read last, and draws `ahead` tokens for each row."""
+        read = partial(models.apply, _causal(self.config), self.params, dtype=self.dtype)
+        before = history.length - 1 - cache.count  # number of positions in the draft's cache
+        positions = before[:, None] + 1 + jnp.arange(cache.hidden.shape[1])[None]
+        tokens = jnp.take_along_axis(history.tokens, positions, axis=1, mode="clip")
+        output = read(
+            tokens,
+            cache=replace(cache.cache, lengths=before),
+            lengths=cache.count,
+            inputs={"hidden": cache.hidden},
+        )
+        last = jnp.maximum(cache.count - 1, 0)[:, None, None]
+        hidden = jnp.take_along_axis(output.hidden, last, axis=1)
+        logits = jnp.take_along_axis(output.logits, last, axis=1)[:, 0]
+        drawn = []
+        distributions = []
+        start = history.length - 1
+        for i in range(ahead):
+            new = jnp.where(i < proposed, 1, 0)
+            filtered = settings.filtered(logits, history)
+            drawn.append(draw(filtered, _fold(keys, i), settings.temperature))
+            distributions.append(probabilities(filtered, settings.temperature))
+            history = history.extend(drawn[-1][:, None], new)
+            if i + 1 < ahead:
+                output = read(
+                    drawn[-1][:, None],
+                    cache=replace(output.cache, lengths=start + i),
+                    lengths=new,
+                    inputs={"hidden": hidden},
+                )
+                hidden, logits = output.hidden, output.logits[:, 0]
+        return Proposal(
+            jnp.stack(drawn, axis=1),
+            jnp.stack(distributions, axis=1),
+            replace(cache, cache=output.cache),
+        )
+
+    def observe(self, cache: Followed, hidden: Float[Array, "B T D"], count) -> Followed:
+        """Keeps the model's hidden states of the last step; the first `count` are of new tokens."""
+        return replace(cache, hidden=hidden, count=count)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _follow(model, draft, ahead: int, width: int, params, draft_params, history: History):
+    """`Followed` after prompts of at most `width` tokens: all but the last state are read.
+
+    `model` and `draft` are (config, dtype, cache length, cache dtype).
+    """
+    config, dtype, *_ = model
+    draft_config, draft_dtype, cache_length, cache_dtype = draft
+    tokens = history.tokens[:, :width]
+    hidden = models.encode(_causal(config), params, tokens, dtype=dtype).hidden
+    cache = init_cache(draft_config, len(tokens), cache_length, cache_dtype, ahead)
+    output = models.encode(
+        _causal(draft_config),
+        draft_params,
+        jnp.roll(tokens, -1, axis=1),
+        cache=cache,
+        lengths=history.length - 1,
+        dtype=draft_dtype,
+        inputs={"hidden": hidden},
+    )
+    last = jnp.take_along_axis(hidden, history.length[:, None, None] - 1, axis=1)
+    padded_hidden = jnp.pad(last, ((0, 0), (0, ahead), (0, 0)))
+    return Followed(output.cache, padded_hidden, jnp.ones(len(tokens), jnp.int32))
+
+
 def speculate(
     config: ModelConfig | EncoderDecoder,
     params: Any,
     prompts: Prompts,
     max_tokens: int | Tokens,
     *,
-    draft: Draft | Lookup,
+    draft: Draft | Lookup | HiddenDraft,
     ahead: int = 4,
     sources: Sequence[Sequence[int]] | None = None,
     sampling: Sampling = Sampling(),
@@ -155,7 +256,7 @@ def speculate(
     stop_tokens = as_lists(stop_tokens)
     model = open_model(config, params, prompts, max_tokens, sources, dtype, ahead=ahead)
     opened = [model]
-    if isinstance(draft, Draft):
+    if isinstance(draft, Draft | HiddenDraft):
         opened.append(_open_draft(draft, prompts, max_tokens, sources, ahead))
         draft = replace(draft, params=opened[1].params, dtype=opened[1].dtype)
     # more tokens than a row can hold are never accepted
@@ -173,7 +274,7 @@ def speculate(
         index = np.arange(first, first + rows, dtype=np.int32)
         # no text ends at 0: a row that does is empty
         numbers = jax.device_put((np.pad(ends, (0, rows - len(ends))), index))
-        batch = read_rows(opened, prompts, sources, index, rows)
+        batch = _read_prompts(draft, ahead, opened, prompts, sources, index, rows)
         arrays = (*batch, *numbers, key, settings)
         state, _, judged = _run(model.config, model.dtype, ahead, model.params, draft, *arrays)
         history, broken, judged = on_host((state.history, state.broken, judged))
@@ -185,7 +286,20 @@ def speculate(
     return result
 
 
-def _open_draft(draft: Draft, prompts, max_tokens, sources, ahead: int) -> Model:
+def _read_prompts(draft: Any, ahead: int, opened: list[Model], prompts, sources, index, rows: int):
+    """(logits, history, caches) of `read_rows`; the cache of a `HiddenDraft` is its `Followed`."""
+    if not isinstance(draft, HiddenDraft):
+        return read_rows(opened, prompts, sources, index, rows)
+    model, _ = opened
+    logits, history, caches = read_rows([model], prompts, sources, index, rows)
+    longest = max(len(prompts[i]) for i in index if i < len(prompts))
+    width = min(padded_length(longest, model.config), history.tokens.shape[1])
+    settings = ((each.config, each.dtype, each.cache_length, each.cache_dtype) for each in opened)
+    followed = _follow(*settings, ahead, width, model.params, draft.params, history)
+    return logits, history, [*caches, followed]
+
+
+def _open_draft(draft: Draft | HiddenDraft, prompts, max_tokens, sources, ahead: int) -> Model:
     """The draft's model for these prompts; only an encoder-decoder reads the sources."""
     read_sources = sources if isinstance(draft.config, EncoderDecoder) else None
     return open_model(
@@ -200,6 +314,11 @@ def _check(config, draft, ahead: int) -> None:
     if draft_size != size:
         raise ConfigError(
             f"speculate: a draft of {draft_size} tokens for a model of {size}: not one vocabulary"
+        )
+    if isinstance(draft, HiddenDraft) and isinstance(config, EncoderDecoder):
+        raise ConfigError(
+            "speculate: HiddenDraft reads the hidden states of a decoder alone; "
+            "give an encoder-decoder a Draft or a Lookup"
         )
     if ahead < 1 or getattr(draft, "n", 1) < 1:
         raise ConfigError(f"speculate: ahead={ahead}, {draft}: must be at least 1")
@@ -237,7 +356,8 @@ def _round(config, dtype, ahead: int, params, draft, settings: Settings, carry):
     last = jnp.take_along_axis(tokens, lengths - 1, axis=1, mode="clip")
     cache = replace(state.cache, lengths=history.length - 1)  # takes rejected tokens back
     read = is_open + proposed
-    logits, cache = decode_step(config, params, last, cache, lengths=read, dtype=dtype)
+    output = models.apply(config, params, last, cache=cache, lengths=read, dtype=dtype)
+    logits = output.logits
     repeated = jax.tree.map(
         lambda x: jnp.repeat(x, ahead + 1, axis=0), replace(history, tokens=tokens)
     )
@@ -253,9 +373,12 @@ def _round(config, dtype, ahead: int, params, draft, settings: Settings, carry):
     stopped = is_stop.any(axis=1)
     up_to_stop = jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, count)
     history = history.extend(new, is_open * up_to_stop)
+    draft_cache = proposal.cache
+    if isinstance(draft, HiddenDraft):
+        draft_cache = draft.observe(draft_cache, output.hidden, is_open * up_to_stop)
     done = state.done | stopped | (history.length >= state.end) | ~(mass > 0)
-    state = replace(state, history=history, cache=cache, done=done, broken=broken)
-    return state, proposal.cache, counts + jnp.stack([proposed, accepted], axis=1)
+    state = replace(state, history=history, cache=output.cache, done=done, broken=broken)
+    return state, draft_cache, counts + jnp.stack([proposed, accepted], axis=1)
 
 
 def accept(

@@ -83,7 +83,8 @@ NAMES: dict[str, Mapping[str, Any]] = {
         objectives,
         "TokenCrossEntropy ClassCrossEntropy SpanCrossEntropy MaskedTokens NextSentence"
         " PrefixLanguageModel SpanCorruption Preference DPO IPO SimPO RewardModel"
-        " PolicyGradient Clipped",
+        " PolicyGradient Clipped Distillation HiddenStates JensenShannon forward_kl reverse_kl"
+        " MultiToken",
     )
     | _of(policy, "group_relative group_centred leave_one_out over_answers over_tokens")
     | _of(augment, "Flip Crop ResizedCrop Move"),

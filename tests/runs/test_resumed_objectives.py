@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxformer import params
 from jaxformer.data.sources import Dataset
 from jaxformer.masks import causal, full, prefix
 from jaxformer.models import (
@@ -21,7 +22,7 @@ from jaxformer.models import (
     ModelConfig,
     TokenClassification,
 )
-from jaxformer.objectives import Preference, SimPO
+from jaxformer.objectives import Distillation, HiddenStates, MultiToken, Preference, SimPO
 from jaxformer.runs import loop
 from jaxformer.training import (
     Checkpoints,
@@ -30,6 +31,7 @@ from jaxformer.training import (
     MaskedTokens,
     NextSentence,
     PrefixLanguageModel,
+    Reference,
     SpanCorruption,
     SpanCrossEntropy,
 )
@@ -40,6 +42,8 @@ STACK = ModelConfig(40, 1, 8, 2, context_length=16, masks=(full(),), dropout_rat
 PAIR = EncoderDecoder(
     replace(STACK, heads=(), context_length=20), replace(STACK, masks=(causal(),))
 )
+TEACHER = replace(STACK, num_layers=2, d_model=12, masks=(causal(),))
+REFERENCES = {"distillation": {"teacher": Reference(params.init, TEACHER)}}
 CASES = {
     "masked": (STACK, MaskedTokens(30), {}),
     "next sentence": (
@@ -67,6 +71,18 @@ CASES = {
         replace(STACK, masks=(causal(),)),
         Preference(SimPO(), reference=None),
         {"tokens": ((2, 16), 30), "labels": ((2, 16), 30), "answers": ((2, 16), 2)},
+    ),
+    "distillation": (
+        replace(STACK, masks=(causal(),)),
+        Distillation(
+            hidden=HiddenStates("layers/0/residual", "layers/1/residual"), teacher=TEACHER
+        ),
+        {"labels": ((16,), 30)},
+    ),
+    "several tokens": (
+        replace(STACK, masks=(causal(),)),
+        MultiToken(modules=2),
+        {"labels": ((16,), 30)},
     ),
     "drawn constants": (
         replace(
@@ -118,6 +134,7 @@ def experiment_of(name, steps, every):
         name="resumed",
         model=model,
         objective=objective,
+        references=REFERENCES.get(name, {}),
         steps=steps,
         batch_size=8,
         log_every=1,
@@ -192,12 +209,12 @@ def test_a_run_killed_three_times_ends_as_it_did(name, tmp_path):
 
 
 def saved(folder, experiment, last=5):
-    """The trained numbers of the last checkpoint."""
-    from jaxformer import models, params
+    """The trained numbers of the last checkpoint, the objective's own among them."""
     from jaxformer.runs import checkpoint_reader
+    from jaxformer.training.recipe import build
 
     step, tree, _ = checkpoint_reader.restore_params(
-        folder / "checkpoints", params.abstract(models.spec(experiment.model))
+        folder / "checkpoints", params.abstract(build(experiment).spec)
     )
     assert step == last
     return jax.tree.leaves(jax.device_get(tree))
