@@ -32,7 +32,7 @@ def percent(value: float | None) -> str:
 
 
 def table(runs: str) -> str:
-    lines = [" | ".join(("stage", "minutes", "exact", *ALL, "preferred", "run"))]
+    lines: list[str] = [" | ".join(("stage", "minutes", "exact", *ALL, "preferred", "run"))]
     for stage in STAGES:
         found = runs_of(f"chat_{stage}", runs)
         if not found:

@@ -35,6 +35,7 @@ LASTING = frozenset(
 )  # fmt: skip
 # errors that the user understands without a traceback, even from their own code
 PLAIN = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM
+PIECE = 1 << 24  # bytes that are read at a time
 _now = threading.local()  # `patient`: whether this thread is inside a call of `retry`
 
 
@@ -162,6 +163,29 @@ def files_below(folder: os.PathLike | str) -> list[Path]:
         return sorted(paths)
 
     return retry(walk, folder)
+
+
+def read_through(file: Path) -> None:
+    """Reads what a file has on the disk. A hole has nothing there that could fail.
+
+    A damaged file may be a hole of many terabytes.
+    """
+    with name_errors(file), file.open("rb") as opened:
+        size = file.stat().st_size
+        place = 0
+        while place < size:
+            try:
+                start = os.lseek(opened.fileno(), place, os.SEEK_DATA)
+                place = os.lseek(opened.fileno(), start, os.SEEK_HOLE)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # the rest is a hole
+                    return
+                if error.errno != errno.EINVAL:
+                    raise
+                start, place = place, size  # a file system that does not know its holes
+            opened.seek(start)
+            while start < place and (piece := opened.read(min(PIECE, place - start))):
+                start += len(piece)
 
 
 def find_files(

@@ -208,13 +208,7 @@ def _read_all(path: epath.Path) -> None:
         return
     for file in storage.files_below(path):
         if stat.S_ISREG(file.lstat().st_mode):
-            storage.retry(partial(_read_through, file), file)
-
-
-def _read_through(file: Path) -> None:
-    with storage.name_errors(file), file.open("rb") as opened:
-        while opened.read(PIECE):
-            pass
+            storage.retry(partial(storage.read_through, file), file)
 
 
 def _on_all(function: Callable[[], None]) -> None:

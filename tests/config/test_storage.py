@@ -180,3 +180,34 @@ def test_a_search_in_a_folder_that_always_changes_ends(tmp_path):
         return tmp_path.glob("*.txt")
 
     assert len(storage.find_files(search, tmp_path, 0)) >= 2
+
+
+def test_a_file_is_read_through_but_not_its_holes(tmp_path, monkeypatch):
+    """A damaged file may be a hole of a terabyte: only what is on the disk can fail."""
+    file = tmp_path / "holes"
+    block = 1 << 16
+    with file.open("wb") as opened:
+        opened.truncate(1 << 40)
+        for place in (0, 1 << 30, (1 << 40) - block):
+            opened.seek(place)
+            opened.write(b"x" * block)
+    pieces = []
+
+    class Watched(io.FileIO):
+        def read(self, size=-1):
+            pieces.append(super().read(size))
+            return pieces[-1]
+
+    class WatchedPath(type(file)):
+        def open(self, mode="r"):
+            return Watched(self, mode)
+
+    monkeypatch.setattr(storage, "PIECE", block // 4)
+    storage.read_through(WatchedPath(file))
+    assert b"".join(pieces).count(b"x") == 3 * block
+    assert sum(map(len, pieces)) < 1 << 24  # a file system may round holes to its blocks
+    empty = tmp_path / "empty"
+    empty.touch()
+    storage.read_through(empty)
+    with pytest.raises(FileNotFoundError):
+        storage.read_through(tmp_path / "none")
