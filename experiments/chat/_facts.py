@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import string
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -88,12 +87,3 @@ def facts(
         if fact.is_held_out == held_out:
             found.append(fact)
     return found
-
-
-def with_mistake(rng: np.random.Generator, text: str) -> str:
-    """The text with one letter or digit changed into another."""
-    places = [i for i, letter in enumerate(text) if letter.isalnum()]
-    place = places[rng.integers(len(places))]
-    letters = string.digits if text[place].isdigit() else string.ascii_lowercase
-    others = letters.replace(text[place], "")
-    return text[:place] + others[rng.integers(len(others))] + text[place + 1 :]

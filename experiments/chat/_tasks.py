@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.chat._facts import ALL, SUMS_FIRST, Fact, facts, with_mistake
+from experiments.chat._facts import ALL, SUMS_FIRST, Fact, facts
 from jaxformer.data import chat, tokenizers
 from jaxformer.data.chat_template import built_in
 from jaxformer.data.preferences import Choice, open_preferences
@@ -80,7 +80,7 @@ class Talks:
 
 @dataclass(frozen=True)
 class Choices:
-    """Questions with the right answer, and one of which one letter or digit is wrong."""
+    """Questions with the right answer, and with that of another question of the same kind."""
 
     training: int = 8000  # questions
     validation: int = 400
@@ -98,10 +98,14 @@ class Choices:
         return chat.question(tokenizer, [{"role": "user", "content": text}], reference)
 
     def _choices(self, rng: np.random.Generator, count: int, held_out: bool) -> list[Choice]:
-        return [
-            Choice(i, asked(fact), answered(fact.answer), answered(with_mistake(rng, fact.answer)))
-            for i, fact in enumerate(facts(rng, count, held_out, self.kinds))
-        ]
+        choices = []
+        for i in range(count):
+            kind = self.kinds[int(rng.integers(len(self.kinds)))]
+            fact, other = facts(rng, 2, held_out, (kind,))
+            while other.answer == fact.answer:
+                (other,) = facts(rng, 1, held_out, (kind,))
+            choices.append(Choice(i, asked(fact), answered(fact.answer), answered(other.answer)))
+        return choices
 
 
 def asked(fact: Fact) -> list[dict]:

@@ -47,23 +47,28 @@ class DPO:
     """-log sigmoid(beta (m - m_ref)), where m = log p(chosen) - log p(rejected).
 
     With `label_smoothing` e, a preference is wrong with probability e: (1 - e) L(gain) +
-    e L(-gain). Rafailov et al. 2023, arXiv:2305.18290, equation 7; Mitchell 2023 (smoothing).
+    e L(-gain). `anchor` a adds -a log p(chosen), a mean over its tokens: without it, the chosen
+    answer may become less probable, too, as long as the rejected one loses more. Rafailov et al.
+    2023, arXiv:2305.18290, equation 7; Mitchell 2023 (smoothing); Pang et al. 2024,
+    arXiv:2404.19733, equation 1 (anchor).
     """
 
     beta: float = 0.1  # strength of the pull towards the reference
     label_smoothing: float = 0.0  # e; not used in evaluation
+    anchor: float = 0.0  # weight of the chosen answer's cross entropy; not used in evaluation
 
     def __post_init__(self):
-        check_numbers("objective.loss.", self, beta=0)
+        check_numbers("objective.loss.", self, beta=0, anchor=0)
         check_smoothing(self.label_smoothing)
 
     def evaluation(self) -> "DPO":
-        return replace(self, label_smoothing=0.0)
+        return replace(self, label_smoothing=0.0, anchor=0.0)
 
     def __call__(self, policy: Answers, reference: Answers | None) -> Losses:
         before = required(reference, "DPO").log_probabilities
         rewards = self.beta * (policy.log_probabilities - before)
-        return Losses(smoothed(rewards[:, 0] - rewards[:, 1], self.label_smoothing), rewards)
+        losses = smoothed(rewards[:, 0] - rewards[:, 1], self.label_smoothing)
+        return Losses(losses - self.anchor * policy.mean[:, 0], rewards)
 
 
 @dataclass(frozen=True)

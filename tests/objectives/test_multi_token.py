@@ -245,7 +245,7 @@ def test_drafts_are_what_the_module_predicts_in_training(tied):
     params = init(models.spec(model), 1)
     draft = draft_of(model)
     found = speculate(model, params, [[1, 2, 3]], 30, draft=draft, ahead=1, sampling=GREEDY)
-    text = np.array([[1, 2, 3, *found.tokens[0]]])
+    text = jnp.asarray([[1, 2, 3, *found.tokens[0]]], jnp.int32)
     hidden = models.encode(model, params, text).hidden
     module = models.apply(
         draft.config, draft.params, text[:, 1:], inputs={"hidden": hidden[:, :-1]}
@@ -274,7 +274,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model():
     assert 0.1 < sum(found.accepted) / sum(found.proposed) < 0.95
     texts = np.indices((4, 4, 4)).reshape(3, -1).T
     tokens = np.concatenate([np.tile(prompt, (64, 1)), texts], axis=1)
-    logits = models.apply(model, params, tokens).logits / 0.8
+    logits = models.apply(model, params, jnp.asarray(tokens, jnp.int32)).logits / 0.8
     logs = np.asarray(jax.nn.log_softmax(logits))[:, 2:5]
     expected = n * np.exp(np.take_along_axis(logs, texts[..., None], axis=-1).sum(axis=(1, 2)))
     observed = np.bincount(np.array(found.tokens)[:, :3] @ [16, 4, 1], minlength=64)

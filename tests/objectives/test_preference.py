@@ -28,6 +28,10 @@ def dpo(policy, reference, lengths, beta, smoothing):
     return (1 - smoothing) * right + smoothing * wrong
 
 
+def anchored(policy, reference, lengths, beta, smoothing):
+    return dpo(policy, reference, lengths, beta, smoothing) - 0.4 * policy[:, 0] / lengths[:, 0]
+
+
 def ipo(policy, reference, lengths, beta, smoothing):
     gain = policy / lengths - reference / lengths
     return (gain[:, 0] - gain[:, 1] - 0.5 / beta) ** 2
@@ -42,6 +46,7 @@ def simpo(policy, reference, lengths, beta, smoothing, gamma=0.7):
 CASES = {
     "dpo": (DPO(0.3), dpo, 0.3, 0.0),
     "dpo, smoothed": (DPO(0.3, label_smoothing=0.2), dpo, 0.3, 0.2),
+    "dpo, anchored": (DPO(0.3, anchor=0.4), anchored, 0.3, 0.0),
     "ipo": (IPO(0.2), ipo, 0.2, 0.0),
     "simpo": (SimPO(2.0, gamma=0.7), simpo, 2.0, 0.0),
     "simpo, smoothed": (SimPO(2.0, gamma=0.7, label_smoothing=0.1), simpo, 2.0, 0.1),
@@ -130,7 +135,7 @@ def test_a_model_beside_itself():
 
 
 def test_evaluation_has_no_smoothing():
-    assert Preference(DPO(label_smoothing=0.1)).evaluation() == Preference(DPO())
+    assert Preference(DPO(label_smoothing=0.1, anchor=1.0)).evaluation() == Preference(DPO())
     assert Preference(IPO()).evaluation() == Preference(IPO())
 
 
