@@ -63,6 +63,12 @@ class Spec:
             )
 
 
+def stack_axes(leaf: Spec) -> int:
+    """The number of leading axes that stack parameters of one kind: layers, then experts."""
+    axes = leaf.axes
+    return next((i for i, axis in enumerate(axes) if axis not in ("layers", "expert")), len(axes))
+
+
 def linear(
     shape, axes, contracts: tuple[str, ...], init: Callable, bias: bool = True
 ) -> dict[str, Spec]:

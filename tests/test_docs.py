@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,7 +189,9 @@ def check_python(line):
     ):
         assert f'"{words[0]}": ' in source, f"{line}: no such command"
     dotted, names = [], [word for word in words if not word.startswith("-")]
-    for word in (word for word in words if word.startswith("--")):
+    # the value of a grid is made of options, which `read_trials` checks
+    grids = [value for flag, value in pairwise(words) if flag in ("--grid", "--sizes")]
+    for word in (word for word in words if word.startswith("--") and word not in grids):
         flag, _, value = word.partition("=")
         value = value or [*words, ""][words.index(word) + 1]
         if flag in source:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.chat._facts import ALL, SUMS_FIRST, Fact, facts
+from experiments.chat._facts import ALL, SUMS_FIRST, facts
 from jaxformer.data import chat, tokenizers
 from jaxformer.data.chat_template import built_in
 from jaxformer.data.preferences import Choice, open_preferences
@@ -66,15 +66,15 @@ class Talks:
             rng = np.random.default_rng((self.seed, 2 + split))
             splits.append([self._talk(rng, i, bool(split)) for i in range(count)])
         train, validation = splits
-        return chat.open_chat(train, validation, with_chat(), model, name="talks")
+        return chat.open_chat(train, validation, chat_tokenizer(), model, name="talks")
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
-        return chat.question(tokenizer, [{"role": "user", "content": text}], reference)
+        return chat.user_question(tokenizer, text, reference)
 
     def _talk(self, rng: np.random.Generator, number: int, held_out: bool) -> chat.Conversation:
         messages: list[dict] = []
         for fact in facts(rng, int(rng.integers(self.questions)) + 1, held_out, self.kinds):
-            messages += asked(fact) + answered(fact.answer)
+            messages += user_says(fact.question) + assistant_says(fact.answer)
         return chat.Conversation(f"talk {number}", messages)
 
 
@@ -92,10 +92,10 @@ class Choices:
             self._choices(np.random.default_rng((self.seed, 4 + split)), count, bool(split))
             for split, count in enumerate((self.training, self.validation))
         )
-        return open_preferences(train, validation, with_chat(), model, name="choices")
+        return open_preferences(train, validation, chat_tokenizer(), model, name="choices")
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
-        return chat.question(tokenizer, [{"role": "user", "content": text}], reference)
+        return chat.user_question(tokenizer, text, reference)
 
     def _choices(self, rng: np.random.Generator, count: int, held_out: bool) -> list[Choice]:
         choices = []
@@ -104,19 +104,20 @@ class Choices:
             fact, other = facts(rng, 2, held_out, (kind,))
             while other.answer == fact.answer:
                 (other,) = facts(rng, 1, held_out, (kind,))
-            choices.append(Choice(i, asked(fact), answered(fact.answer), answered(other.answer)))
+            right, wrong = (assistant_says(each.answer) for each in (fact, other))
+            choices.append(Choice(i, user_says(fact.question), right, wrong))
         return choices
 
 
-def asked(fact: Fact) -> list[dict]:
-    return [{"role": "user", "content": fact.question}]
+def user_says(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
 
 
-def answered(text: str) -> list[dict]:
+def assistant_says(text: str) -> list[dict]:
     return [{"role": "assistant", "content": text}]
 
 
-def with_chat() -> Any:
+def chat_tokenizer() -> Any:
     """Bytes, with the template of conversations."""
     return tokenizers.Bytes().with_chat(built_in("chatml"))
 
@@ -133,11 +134,13 @@ class ExactByKind:
         return ["exact", *(f"exact_{kind}" for kind in ALL)]
 
     def __call__(self, scored: Evaluation) -> dict[str, float]:
-        tokenizer = with_chat()
+        tokenizer = chat_tokenizer()
         scores = {}
         for kind in ALL:
             found = facts(np.random.default_rng(6), self.count, True, (kind,))
-            questions = [chat.question(tokenizer, asked(fact), fact.answer) for fact in found]
+            questions = [
+                chat.user_question(tokenizer, fact.question, fact.answer) for fact in found
+            ]
             texts = answers(
                 scored.model,
                 scored.params,

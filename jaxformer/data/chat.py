@@ -71,7 +71,7 @@ class Chat:
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
         """The question of a user's text alone."""
-        return question(tokenizer, [{"role": "user", "content": text}], reference)
+        return user_question(tokenizer, text, reference)
 
 
 def template_of(tokenizer: Any, template: str, folder: str) -> ChatTemplate:
@@ -183,6 +183,11 @@ def question(
     )
     tokens, _ = _tokens_of(tokenizer, rendered.pieces)
     return Question(tokens.tolist(), reference)
+
+
+def user_question(tokenizer: Any, text: str, reference: str = "") -> Question:
+    """The question of a user's text alone."""
+    return question(tokenizer, [{"role": "user", "content": text}], reference)
 
 
 def _tokens_of(tokenizer: Any, pieces: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

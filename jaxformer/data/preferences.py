@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer.data import tokenizers
-from jaxformer.data.chat import check_ends, encode, question, template_of, with_ends
+from jaxformer.data.chat import (
+    check_ends,
+    encode,
+    question,
+    template_of,
+    user_question,
+    with_ends,
+)
 from jaxformer.data.chat_template import Messages, check_messages
 from jaxformer.data.records import Policy, Problems, paths_as_text, records
 from jaxformer.data.sources import Dataset, Question, context_length, digests, read_example
@@ -66,7 +73,7 @@ class Preferences:
 
     def question(self, model: Any, tokenizer: Any, text: str, reference: str = "") -> Question:
         """The question of a user's text alone."""
-        return question(tokenizer, [{"role": "user", "content": text}], reference)
+        return user_question(tokenizer, text, reference)
 
     def _choices(self, path: str, problems: Problems) -> Iterator[Choice]:
         fields = [name for name in (self.prompt, self.chosen, self.rejected) if name is not None]

@@ -73,7 +73,9 @@ class Rollouts:
                 f"data.questions={kind}: its training split has no questions; "
                 "give Chat(...) or Pairs(...)"
             )
-        sampler = Sampler(self, model, asked(questions, model, self.max_tokens), dataset.tokenizer)
+        sampler = Sampler(
+            self, model, fitting_questions(questions, model, self.max_tokens), dataset.tokenizer
+        )
         return replace(
             dataset,
             train=sampler,
@@ -82,7 +84,7 @@ class Rollouts:
         )
 
 
-def asked(questions: Sequence[Question], model: Any, max_tokens: int) -> list[Question]:
+def fitting_questions(questions: Sequence[Question], model: Any, max_tokens: int) -> list[Question]:
     """The questions that leave `max_tokens` for an answer.
 
     Raises ConfigError if none does, and for questions to an encoder.
@@ -113,12 +115,12 @@ class Sampler:
 
     def __call__(self, params: Any, key: Any, step: int, batch_size: int) -> dict[str, np.ndarray]:
         rollouts = self.rollouts
-        if step % rollouts.updates:  # the objective keeps the samples of an earlier step
+        if step % rollouts.updates:  # the objective has the samples of an earlier step
             return self.batch([], batch_size)
         question_key, answer_key = jax.random.split(key)
         count = len(self.questions)
-        drawn = jax.random.choice(question_key, count, (batch_size,), replace=batch_size > count)
-        questions = [self.questions[i] for i in np.asarray(jax.device_get(drawn)).tolist()]
+        chosen = jax.random.choice(question_key, count, (batch_size,), replace=batch_size > count)
+        questions = [self.questions[i] for i in jax.device_get(chosen).tolist()]
         repeated = [question for question in questions for _ in range(rollouts.group)]
         return self.batch(self.answers(params, repeated, answer_key), batch_size)
 
@@ -168,7 +170,7 @@ class Sampler:
         batch = {name: rows.reshape(B, G, T) for name, rows in batch.items()}
         rewards = np.zeros((B, G), np.float32)
         if answers:
-            rewards = checked(rollouts.reward, answers).reshape(B, G)
+            rewards = rewards_of(rollouts.reward, answers).reshape(B, G)
         batch |= {
             "rewards": rewards,
             "weights": np.full(B, bool(answers), np.float32),
@@ -186,7 +188,7 @@ class Sampler:
         return min(-(-length // LENGTHS) * LENGTHS, models.last_stack(self.model).context_length)
 
 
-def checked(reward: Callable, answers: Sequence[Answer]) -> np.ndarray:
+def rewards_of(reward: Callable, answers: Sequence[Answer]) -> np.ndarray:
     """The rewards, float32 [n]. Raises ConfigError unless they are one finite number an answer."""
     name = getattr(reward, "__name__", type(reward).__name__)
     values = jax.device_get(reward(answers))
@@ -197,12 +199,12 @@ def checked(reward: Callable, answers: Sequence[Answer]) -> np.ndarray:
             f"data.reward={name}: gave {type(values).__name__}; expected a number for each of "
             f"{len(answers)} answers"
         ) from error
-    if rewards.shape != (len(answers),) or not np.isfinite(rewards).all():
-        problem = (
-            f"shape {rewards.shape}"
-            if rewards.shape != (len(answers),)
-            else f"{rewards[~np.isfinite(rewards)][0]} for one answer"
-        )
+    problem = None
+    if rewards.shape != (len(answers),):
+        problem = f"shape {rewards.shape}"
+    elif not np.isfinite(rewards).all():
+        problem = f"{rewards[~np.isfinite(rewards)][0]} for one answer"
+    if problem is not None:
         raise ConfigError(
             f"data.reward={name}: gave {problem}; expected a finite number for each of "
             f"{len(answers)} answers"

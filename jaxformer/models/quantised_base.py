@@ -39,7 +39,7 @@ def stored_spec(spec: Tree, stored: Collection[str], form: Any) -> Tree:
     def blocks_of(path: str, leaf: Spec) -> Any:
         if path not in stored:
             return leaf
-        stack = _stack_axes(leaf)
+        stack = params.stack_axes(leaf)
         count, width = quantised.sizes(math.prod(leaf.shape[stack:]), form)
         shape, axes = (*leaf.shape[:stack], count), (*leaf.axes[:stack], "embed")
         return {
@@ -57,7 +57,7 @@ def store(spec: Tree, stored: Collection[str], form: Any, weights: Tree) -> Tree
     def to_blocks(path: str, array: Any) -> Any:
         if path not in stored:
             return array
-        stack = _stack_axes(leaves[path])
+        stack = params.stack_axes(leaves[path])
         flat = jnp.reshape(array, (*array.shape[:stack], -1))
         codes, scales = quantised.quantise(flat, form)
         return {"codes": codes, "scales": scales}
@@ -74,7 +74,7 @@ def read(spec: Tree, stored: Collection[str], form: Any, weights: Tree) -> Tree:
             array = array[name]
         if path not in stored:
             return array
-        count = math.prod(leaf.shape[_stack_axes(leaf) :])
+        count = math.prod(leaf.shape[params.stack_axes(leaf) :])
         flat = quantised.dequantise(array["codes"], array["scales"], form, count)
         # Else XLA:CPU may fuse the product with the sum of a merge, which rounds once less.
         return cpu.barrier(flat).reshape(leaf.shape)
@@ -82,9 +82,3 @@ def read(spec: Tree, stored: Collection[str], form: Any, weights: Tree) -> Tree:
     # XLA would split a matrix as it splits its blocks, and then move it to where the layer has it
     found = params.map_with_name(from_blocks, spec)
     return sharding.with_spec_sharding(found, spec, sharding.PARAMETERS)
-
-
-def _stack_axes(leaf: Spec) -> int:
-    """The number of leading axes that choose a matrix: layers, then experts."""
-    axes = leaf.axes
-    return next((i for i, axis in enumerate(axes) if axis not in ("layers", "expert")), len(axes))

@@ -24,11 +24,11 @@ from jaxformer.objectives.objective import (
     Batch,
     StepContext,
     batch_of_row,
+    frozen_model,
     in_both_forms,
     model_inputs,
     with_reports,
 )
-from jaxformer.objectives.preference import frozen_model
 from jaxformer.ops.einsum import in_float32
 from jaxformer.ops.losses import LossSums, TokenSums, cross_entropy
 from jaxformer.params import Tree

@@ -114,6 +114,17 @@ def with_reports(
     return LossSums(loss, sums.weight, metrics, updates, unit=unit, perplexity=perplexity)
 
 
+def frozen_model(context: StepContext, name: str) -> Any:
+    """The parameters of a reference. Raises ConfigError for an unknown name."""
+    if name not in context.references:
+        known = ", ".join(context.references) or "none"
+        raise ConfigError(
+            f"objective.reference={name!r}: there is no such model in Experiment.references "
+            f"({known}); add one: references={{{name!r}: RUN}}"
+        )
+    return context.references[name]
+
+
 def check_smoothing(share: float) -> None:
     """Raises ConfigError for a label smoothing outside [0, 1)."""
     if not 0 <= share < 1:

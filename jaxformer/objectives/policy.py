@@ -3,7 +3,7 @@
 `PolicyGradient` is the objective; `data.rollouts.Rollouts` makes its batches. With its defaults it
 is GRPO. Its three choices are functions: how rewards become advantages (`group_relative`,
 `leave_one_out`, `group_centred`), the loss of a token (`Clipped`), and how losses are averaged
-(`over_answers`, `over_tokens`). The batch has, for B prompts with G answers each,
+(`over_answers`, `over_tokens`, `OverLength`). The batch has, for B prompts with G answers each,
 
     tokens, labels    int32 [B, G, T]     a prompt with an answer, and the next tokens
     answers           float32 [B, G, T]   1 where the policy drew the label, else 0
@@ -25,11 +25,10 @@ from jax.nn.initializers import zeros
 from jaxtyping import Float
 
 from jaxformer import models
-from jaxformer.errors import ConfigError, check_numbers
-from jaxformer.objectives.objective import Batch, StepContext
-from jaxformer.objectives.preference import frozen_model, log_probabilities
+from jaxformer.errors import ConfigError, check_numbers, check_whole
+from jaxformer.objectives.objective import Batch, StepContext, frozen_model
 from jaxformer.objectives.tokens import TokenCrossEntropy
-from jaxformer.ops.losses import LossSums
+from jaxformer.ops.losses import LossSums, log_probabilities
 from jaxformer.params import Spec, Tree
 
 EPSILON = 1e-4  # added to the deviation of a group's rewards
@@ -113,14 +112,37 @@ def over_tokens(
 
 
 @dataclass(frozen=True)
+class OverLength:
+    """The sum over tokens, divided by the number of answers times a constant length: Dr. GRPO.
+
+    So the length of an answer changes no token's weight. Liu et al. 2025, arXiv:2503.20783.
+    """
+
+    length: int  # tokens, such as Rollouts.max_tokens
+
+    def __post_init__(self):
+        check_whole("objective.average: OverLength.length", self.length)
+
+    def __call__(
+        self,
+        losses: Float[Array, "B G T"],
+        answers: Float[Array, "B G T"],
+        weights: Float[Array, " B"],
+    ) -> Average:
+        total = weights.sum() * losses.shape[1]
+        counted = losses * answers * weights[:, None, None] / self.length
+        return Average(jnp.sum(counted), total, "answers")
+
+
+@dataclass(frozen=True)
 class PolicyGradient:
     """surrogate(w, A) + kl * (r - log r - 1) for each drawn token; r = p_reference / p.
 
     The second term estimates the KL divergence from the reference (Schulman 2020). Answers are
     compared under the temperature that they were drawn at, without dropout. Where several steps use
     one batch of samples, the samples and the probabilities of their tokens are variables of the
-    objective, so a killed run goes on with them; `keeps` is their shape. Evaluation is the cross
-    entropy of the data's own answers.
+    objective, so a killed run goes on with them. Evaluation is the cross entropy of the data's own
+    answers.
     """
 
     # rewards [B, G] -> advantages [B, G]
@@ -131,8 +153,8 @@ class PolicyGradient:
     average: Callable[[Array, Array, Array], Average] = over_answers
     kl: float = 0.0  # weight of the KL divergence from the reference
     reference: str | None = None  # name in Experiment.references; None: there is none
-    # (B, G, T) of the samples, if several steps use them; None: each step has new ones
-    keeps: tuple[int, int, int] | None = None
+    # (B, G, T), if several steps use one batch of samples; None: each step has new ones
+    sample_shape: tuple[int, int, int] | None = None
 
     def __post_init__(self):
         check_numbers("objective.", self, kl=0)
@@ -143,16 +165,16 @@ class PolicyGradient:
             )
 
     # the mean of two micro-batches' samples would be none
-    whole_batch = property(lambda self: self.keeps is not None)
+    whole_batch = property(lambda self: self.sample_shape is not None)
 
     def evaluation(self) -> TokenCrossEntropy:
         return TokenCrossEntropy()
 
     def spec(self, model: Any) -> Tree:
         """The variables: samples of an earlier step. {} if each step has new ones."""
-        if self.keeps is None:
+        if self.sample_shape is None:
             return {}
-        B, G, T = self.keeps
+        B, G, T = self.sample_shape
         shapes = dict.fromkeys(("tokens", "labels", "answers", "log_probabilities"), (B, G, T))
         shapes |= {"rewards": (B, G), "weights": (B,), "temperature": (B,)}
         return {
@@ -167,14 +189,14 @@ class PolicyGradient:
         logits = answer_logits(model, params, samples, context.dtype)
         current = log_probabilities(logits, samples["labels"])
         # in the step after sampling, the policy that drew the tokens is the present one
-        drawn = jax.lax.stop_gradient(current)
-        if self.keeps is not None:
-            drawn = jnp.where(is_fresh(batch), drawn, samples["log_probabilities"])
+        old = jax.lax.stop_gradient(current)
+        if self.sample_shape is not None:
+            old = jnp.where(is_fresh(batch), old, samples["log_probabilities"])
 
         answers = samples["answers"]
         weights = samples["weights"]
         advantages = self.advantages(samples["rewards"])
-        log_ratios = jnp.where(answers > 0, current - drawn, 0.0)
+        log_ratios = jnp.where(answers > 0, current - old, 0.0)
         losses = self.surrogate(log_ratios, advantages[:, :, None], answers)
         reports = {"ratio_change": jnp.abs(jnp.expm1(log_ratios))}
         if self.reference is not None:
@@ -191,36 +213,41 @@ class PolicyGradient:
         metrics = {name: (jnp.sum(value * tokens), tokens.sum()) for name, value in reports.items()}
         metrics |= metrics_of_answers(samples)
         updates = None
-        if self.keeps is not None:
-            kept = samples | {"log_probabilities": drawn}
+        if self.sample_shape is not None:
             # variables are float32: it holds each token's number exactly, up to 2^24
-            kept = {name: value.astype(jnp.float32) for name, value in kept.items()}
-            updates = {"objective": {SAMPLES: kept}}
+            variables = {
+                name: value.astype(jnp.float32)
+                for name, value in {**samples, "log_probabilities": old}.items()
+            }
+            updates = {"objective": {SAMPLES: variables}}
         return LossSums(loss, weight, metrics, updates, unit=unit)
 
     def samples(self, batch: Batch, context: StepContext) -> Batch:
-        """The batch, or the samples of an earlier step. ConfigError where `keeps` does not fit."""
-        if self.keeps is None:
+        """The batch, or the samples of an earlier step.
+
+        Raises ConfigError where the data and `sample_shape` do not fit each other.
+        """
+        if self.sample_shape is None:
             if "fresh" in batch:
                 raise ConfigError(
-                    "objective.keeps=None: the data use their samples in several steps; give "
-                    f"objective.keeps={tuple(batch['tokens'].shape)}, or data.updates=1"
+                    "objective.sample_shape=None: the data use samples in several steps; give "
+                    f"objective.sample_shape={tuple(batch['tokens'].shape)}, or data.updates=1"
                 )
             return batch
         shape = tuple(batch["tokens"].shape)
-        if "fresh" not in batch or shape != tuple(self.keeps):
+        if "fresh" not in batch or shape != tuple(self.sample_shape):
             problem = "the data have new samples in each step" if "fresh" not in batch else shape
             raise ConfigError(
-                f"objective.keeps={self.keeps}: the samples are {problem}; expected their shape, "
-                "for data that use them in several steps (data.updates)"
+                f"objective.sample_shape={self.sample_shape}: the samples are {problem}; expected "
+                "their shape, for data that use them in several steps (data.updates)"
             )
-        kept = context.params[SAMPLES]
+        earlier = context.params[SAMPLES]
         samples = {
-            name: jnp.where(is_fresh(batch), batch[name], kept[name].astype(batch[name].dtype))
+            name: jnp.where(is_fresh(batch), batch[name], earlier[name].astype(batch[name].dtype))
             for name in batch
             if name != "fresh"
         }
-        return samples | {"log_probabilities": kept["log_probabilities"]}
+        return samples | {"log_probabilities": earlier["log_probabilities"]}
 
 
 def is_fresh(batch: Batch) -> Array:

@@ -15,12 +15,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
-from jaxformer.objectives.objective import Batch, StepContext, check_smoothing, in_both_forms
-from jaxformer.ops.losses import LossSums
+from jaxformer.objectives.objective import (
+    Batch,
+    StepContext,
+    check_smoothing,
+    frozen_model,
+    in_both_forms,
+)
+from jaxformer.ops.losses import LossSums, log_probabilities
 
 
 class Answers(NamedTuple):
@@ -47,28 +53,23 @@ class DPO:
     """-log sigmoid(beta (m - m_ref)), where m = log p(chosen) - log p(rejected).
 
     With `label_smoothing` e, a preference is wrong with probability e: (1 - e) L(gain) +
-    e L(-gain). `anchor` a adds -a log p(chosen), a mean over its tokens: without it, the chosen
-    answer may become less probable, too, as long as the rejected one loses more. Rafailov et al.
-    2023, arXiv:2305.18290, equation 7; Mitchell 2023 (smoothing); Pang et al. 2024,
-    arXiv:2404.19733, equation 1 (anchor).
+    e L(-gain). Rafailov et al. 2023, arXiv:2305.18290, equation 7; Mitchell 2023 (smoothing).
     """
 
     beta: float = 0.1  # strength of the pull towards the reference
     label_smoothing: float = 0.0  # e; not used in evaluation
-    anchor: float = 0.0  # weight of the chosen answer's cross entropy; not used in evaluation
 
     def __post_init__(self):
-        check_numbers("objective.loss.", self, beta=0, anchor=0)
+        check_numbers("objective.loss.", self, beta=0)
         check_smoothing(self.label_smoothing)
 
     def evaluation(self) -> "DPO":
-        return replace(self, label_smoothing=0.0, anchor=0.0)
+        return replace(self, label_smoothing=0.0)
 
     def __call__(self, policy: Answers, reference: Answers | None) -> Losses:
         before = required(reference, "DPO").log_probabilities
         rewards = self.beta * (policy.log_probabilities - before)
-        losses = smoothed(rewards[:, 0] - rewards[:, 1], self.label_smoothing)
-        return Losses(losses - self.anchor * policy.mean[:, 0], rewards)
+        return Losses(smoothed(rewards[:, 0] - rewards[:, 1], self.label_smoothing), rewards)
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,12 @@ class SimPO:
 
 @dataclass(frozen=True)
 class Preference:
-    """A loss of the log-probabilities that the model, and a reference, give to two answers.
+    """loss(model, reference) - anchor log p(chosen): of the log-probabilities of two answers.
 
-    `reference` names one of `Experiment.references`; a loss that needs none gets None. Neither
-    model has dropout: the difference of the two models is what the loss is of. Reported are the
+    The second term is a mean over the chosen answer's tokens. Without it that answer may become
+    less probable, too, as long as the rejected one loses more (Pang et al. 2024, arXiv:2404.19733,
+    equation 1). `reference` names one of `Experiment.references`; a loss that needs none gets None.
+    Neither model has dropout: the loss is of the difference of the two models. Reported are the
     share of pairs whose chosen answer has the larger reward (`preferred`), the mean rewards and
     their difference (`margin`), and the log-probability of the chosen answer.
     """
@@ -126,10 +129,14 @@ class Preference:
     # DPO, IPO, SimPO or your own: what both models give to the answers -> Losses
     loss: Callable[[Answers, Answers | None], Losses] = DPO()
     reference: str | None = "reference"  # name in Experiment.references; None: there is none
+    anchor: float = 0.0  # weight of the chosen answer's cross entropy; not used in evaluation
+
+    def __post_init__(self):
+        check_numbers("objective.", self, anchor=0)
 
     def evaluation(self) -> "Preference":
         without = getattr(self.loss, "evaluation", None)
-        return self if without is None else replace(self, loss=without())
+        return replace(self, loss=self.loss if without is None else without(), anchor=0.0)
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
@@ -139,18 +146,32 @@ class Preference:
             frozen = frozen_model(context, self.reference)
             reference = answers(model, frozen, batch, context.dtype)
         losses, rewards = self.loss(policy, reference)
-        weights = batch["weights"]
-        total = weights.sum()
-        margins = rewards[:, 0] - rewards[:, 1]
-        reports = {
-            "preferred": margins > 0,
-            "margin": margins,
-            "chosen_reward": rewards[:, 0],
-            "rejected_reward": rewards[:, 1],
-            "chosen_log_probability": policy.log_probabilities[:, 0],
-        }
-        metrics = {name: (jnp.sum(value * weights), total) for name, value in reports.items()}
-        return LossSums(jnp.sum(losses * weights), total, metrics, unit="pairs")
+        losses = losses - self.anchor * policy.mean[:, 0]
+        reports = {"chosen_log_probability": policy.log_probabilities[:, 0]}
+        return pair_sums(losses, rewards, batch["weights"], reports)
+
+
+def pair_sums(
+    losses: Float[Array, " B"],
+    rewards: Float[Array, "B 2"],
+    weights: Float[Array, " B"],
+    reports: dict[str, Float[Array, " B"]],
+) -> LossSums:
+    """The sums over pairs of losses and `reports`, and of what the rewards (0: chosen) say.
+
+    `preferred` is 1 where the chosen answer has the larger reward; `margin` is their difference.
+    """
+    margins = rewards[:, 0] - rewards[:, 1]
+    reports = {
+        "preferred": margins > 0,
+        "margin": margins,
+        "chosen_reward": rewards[:, 0],
+        "rejected_reward": rewards[:, 1],
+        **reports,
+    }
+    total = weights.sum()
+    metrics = {name: (jnp.sum(value * weights), total) for name, value in reports.items()}
+    return LossSums(jnp.sum(losses * weights), total, metrics, unit="pairs")
 
 
 def answers(model: Any, params: Any, batch: Batch, dtype: Any) -> Answers:
@@ -167,15 +188,6 @@ def answers(model: Any, params: Any, batch: Batch, dtype: Any) -> Answers:
     return Answers(found.sum(axis=1).reshape(B, two), flags.sum(axis=1).reshape(B, two))
 
 
-def log_probabilities(
-    logits: Float[Array, "*batch V"], labels: Int[Array, "*batch"]
-) -> Float[Array, "*batch"]:
-    """log softmax(logits)[label] of each position, in float32 or wider."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return picked - jax.nn.logsumexp(logits, axis=-1)
-
-
 def smoothed(margin: Float[Array, " B"], share: float) -> Float[Array, " B"]:
     """(1 - share) L(margin) + share L(-margin), L = -log sigmoid."""
     right = -jax.nn.log_sigmoid(margin)
@@ -189,14 +201,3 @@ def required(reference: Answers | None, loss: str) -> Answers:
             "of Experiment.references"
         )
     return reference
-
-
-def frozen_model(context: StepContext, name: str) -> Any:
-    """The parameters of a reference. Raises ConfigError for an unknown name."""
-    if name not in context.references:
-        known = ", ".join(context.references) or "none"
-        raise ConfigError(
-            f"objective.reference={name!r}: there is no such model in Experiment.references "
-            f"({known}); add one: references={{{name!r}: RUN}}"
-        )
-    return context.references[name]

@@ -11,6 +11,8 @@ from jaxtyping import Float
 from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.objectives.objective import Batch, StepContext, in_both_forms
+from jaxformer.objectives.preference import pair_sums
+from jaxformer.ops.einsum import in_float32
 from jaxformer.ops.losses import LossSums
 
 
@@ -36,16 +38,7 @@ class RewardModel:
         rewards = text_rewards(model, params, batch, context)
         margins = rewards[:, 0] - rewards[:, 1]
         losses = -jax.nn.log_sigmoid(margins) + self.centre * jnp.square(rewards.sum(axis=1))
-        weights = batch["weights"]
-        total = weights.sum()
-        reports = {
-            "preferred": margins > 0,
-            "margin": margins,
-            "chosen_reward": rewards[:, 0],
-            "rejected_reward": rewards[:, 1],
-        }
-        metrics = {name: (jnp.sum(value * weights), total) for name, value in reports.items()}
-        return LossSums(jnp.sum(losses * weights), total, metrics, unit="pairs")
+        return pair_sums(losses, rewards, batch["weights"], {})
 
 
 def text_rewards(
@@ -74,7 +67,7 @@ def text_rewards(
             f"RewardModel: the model's first head gives {shape}; expected [{B * two}, 1]: "
             'heads=(Classification(1, pool="last", pooler=None),)'
         )
-    return rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32)).reshape(B, two)
+    return in_float32(rewards).reshape(B, two)
 
 
 def last_places(flags: Float[Array, "B 2 T"]) -> Array:

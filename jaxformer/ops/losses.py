@@ -170,6 +170,14 @@ def _pick_tangent(primals, tangents):
     return _pick(logits, labels), d_picked
 
 
+def log_probabilities(
+    logits: Float[Array, "*batch V"], labels: Integer[Array, "*batch"]
+) -> Float[Array, "*batch"]:
+    """log softmax(logits)[label], in nats, in float32 or wider."""
+    logits = in_float32(logits)
+    return _pick(logits, labels) - jax.nn.logsumexp(logits, axis=-1)
+
+
 class _Options(NamedTuple):
     chunk: int | None
     softcap: float | None

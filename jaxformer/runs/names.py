@@ -86,7 +86,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
         " PolicyGradient Clipped Distillation HiddenStates JensenShannon forward_kl reverse_kl"
         " MultiToken",
     )
-    | _of(policy, "group_relative group_centred leave_one_out over_answers over_tokens")
+    | _of(policy, "group_relative group_centred leave_one_out over_answers over_tokens OverLength")
     | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE),
     "references": ChainMap(

@@ -100,6 +100,7 @@ class Adafactor:
     # None: parameters that are not a matrix have none
     not_decayed: str | None = None
     __post_init__ = check_optimizer
+    takes_rates = False  # updates are relative to a parameter's size
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         factored = optax.scale_by_factored_rms(decay_rate=self.decay_rate)
@@ -153,6 +154,7 @@ class Muon:
     # None: parameters that are not a matrix have none
     not_decayed: str | None = None
     __post_init__ = check_optimizer
+    takes_rates = False  # an orthogonal update has the same size in all directions
 
     def __call__(self, spec: Tree) -> optax.GradientTransformation:
         # optax puts an empty node where another optimizer updates
@@ -254,10 +256,13 @@ def without_gradient(spec: Tree, frozen: str | None) -> Tree:
 
 
 def with_rates(optimizer: Callable, spec: Tree) -> Any:
-    """The optimizer, its updates multiplied by each parameter's `rate`; decay is not multiplied."""
+    """The optimizer, its updates multiplied by each parameter's `rate`; decay is not multiplied.
+
+    Raises ConfigError for an optimizer with `takes_rates = False`.
+    """
     if all(leaf.rate == 1 for leaf in jax.tree.leaves(spec)):
         return optimizer(spec)
-    if isinstance(optimizer, Muon | Adafactor) or not getattr(optimizer, "takes_rates", True):
+    if not getattr(optimizer, "takes_rates", True):
         name = type(optimizer).__name__
         raise ConfigError(
             f"optimizer={name}: parameters have rates of their own (MuP), "
@@ -292,10 +297,7 @@ def muon_dimensions(leaf: params.Spec) -> optax.contrib.MuonDimensionNumbers | N
 
 def stack_sizes(leaf: params.Spec) -> tuple[int, ...]:
     """The sizes of a parameter's leading stacking axes: layers, then experts."""
-    count = next(
-        (i for i, axis in enumerate(leaf.axes) if axis not in ("layers", "expert")), len(leaf.axes)
-    )
-    return leaf.shape[:count]
+    return leaf.shape[: params.stack_axes(leaf)]
 
 
 def for_each_layer(

@@ -153,13 +153,14 @@ def matrix_of(leaf: Spec) -> Matrix:
     n = math.prod(leaf.shape[i] for i in outputs)
     moved = tuple(leaf.shape[i] for i in order)
     back = tuple(order.index(i) for i in range(len(order)))
-    return Matrix(
-        lambda x: x.transpose(order).reshape(*stack, m, n),
-        lambda x: x.reshape(moved).transpose(back),
-        stack,
-        m,
-        n,
-    )
+
+    def to_matrix(x: Array) -> Array:
+        return x.transpose(order).reshape(*stack, m, n)
+
+    def from_matrix(x: Array) -> Array:
+        return x.reshape(moved).transpose(back)
+
+    return Matrix(to_matrix, from_matrix, stack, m, n)
 
 
 def first_moments(largest_side: int, leaf: Spec, x: Array) -> Moments:

@@ -129,32 +129,34 @@ def test_the_answers_of_the_data_are_right():
 
 
 @pytest.mark.thorough
-def test_a_tiny_run_learns_and_is_resumed_to_the_same_bits(tmp_path):
+def test_a_tiny_run_learns_and_is_resumed_to_the_same_bits(tmp_path, capsys):
     """Reward is the share of digits: it grows, and the run is resumed to the same bits."""
     experiment = Experiment(
         name="digits",
         model=replace(MODEL, dropout_rate=0.0),
         data=Rollouts(Numbers(), digits, group=8, max_tokens=6, updates=2),
-        objective=PolicyGradient(keeps=(8, 8, 32)),
+        objective=PolicyGradient(sample_shape=(8, 8, 32)),
         optimizer=AdamW(1e-2, weight_decay=0.0),
         steps=24,
         batch_size=8,
         log_every=1,
         eval_every=24,
-        checkpoints=Checkpoints(every=4, keep_latest=10),
+        checkpoints=Checkpoints(every=3, keep_latest=40),
     )
     whole = loop.train(experiment, tmp_path)
     lines = (whole.folder / "metrics.jsonl").read_text()
     rewards = [json.loads(line)["reward"] for line in lines.splitlines() if '"reward"' in line]
     assert np.mean(rewards[-4:]) > 1.5 * np.mean(rewards[:4])
     assert rewards[0] == rewards[1]  # two steps of one batch of samples
-    # after step 5 the samples of step 4 are used again: they are in the checkpoint
-    saved = sorted(int(path.name) for path in (whole.folder / "checkpoints").iterdir())
-    odd = [step for step in saved if step % 2]
+    # step 9 is the second of its batch of samples: the checkpoint after step 8 has these
+    saved = {int(path.name) for path in (whole.folder / "checkpoints").iterdir()}
+    assert 9 in saved and rewards[8] == rewards[9] != rewards[7]
     for step in saved:
-        if step > (odd or [6])[0]:
+        if step > 9:
             shutil.rmtree(whole.folder / "checkpoints" / str(step))
+    capsys.readouterr()
     resumed = loop.train(experiment, tmp_path)
+    assert "resuming after step 9" in capsys.readouterr().out
     assert (resumed.folder / "metrics.jsonl").read_text() == lines
     assert whole.validation == resumed.validation
 

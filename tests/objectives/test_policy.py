@@ -93,6 +93,9 @@ def test_averages():
     counted = answers * weights[:, None, None]
     np.testing.assert_allclose(loss, (losses * counted).sum(), rtol=1e-4)
     assert (weight, unit) == (counted.sum(), "tokens")
+    loss, weight, unit = policy.OverLength(5)(*arguments)
+    np.testing.assert_allclose(loss / weight, (losses * counted).sum() / (2 * G * 5), rtol=1e-4)
+    assert unit == "answers"
 
 
 def batch(fresh=None, seed=0):
@@ -178,7 +181,7 @@ def test_the_gradient_is_that_of_reinforce():
 def test_samples_are_kept_for_later_steps():
     """The second step's loss is of the first step's samples and probabilities."""
     first, second = trees()
-    objective = PolicyGradient(keeps=(B, G, T))
+    objective = PolicyGradient(sample_shape=(B, G, T))
     start = P.init(objective.spec(MODEL), jax.random.key(0))
     context = StepContext(jax.random.key(3), params=start)
     fresh = objective(MODEL, first, batch(1.0), context)
@@ -213,15 +216,22 @@ def test_what_does_not_fit_is_refused():
         PolicyGradient(kl=0.1)
     with pytest.raises(ConfigError, match=r"Experiment\.references"):
         PolicyGradient(kl=0.1, reference="base")(MODEL, first, batch(), context)
-    with pytest.raises(ConfigError, match=r"give objective\.keeps=\(3, 4, 6\), or data\.updates=1"):
+    with pytest.raises(
+        ConfigError, match=r"give objective\.sample_shape=\(3, 4, 6\), or data\.updates=1"
+    ):
         PolicyGradient()(MODEL, first, batch(1.0), context)
-    for wrong in (PolicyGradient(keeps=(B, G, T)), PolicyGradient(keeps=(B, G, T + 1))):
-        data = batch() if wrong.keeps == (B, G, T) else batch(1.0)
-        with pytest.raises(ConfigError, match=r"objective\.keeps=\(3, 4, .\): the samples are"):
+    for wrong in (
+        PolicyGradient(sample_shape=(B, G, T)),
+        PolicyGradient(sample_shape=(B, G, T + 1)),
+    ):
+        data = batch() if wrong.sample_shape == (B, G, T) else batch(1.0)
+        with pytest.raises(
+            ConfigError, match=r"objective\.sample_shape=\(3, 4, .\): the samples are"
+        ):
             wrong(MODEL, first, data, context)
     with pytest.raises(ConfigError, match=r"objective\.surrogate\.low"):
         Clipped(low=-0.1)
-    assert PolicyGradient(keeps=(B, G, T)).whole_batch and not PolicyGradient().whole_batch
+    assert PolicyGradient(sample_shape=(B, G, T)).whole_batch and not PolicyGradient().whole_batch
 
 
 def test_a_surrogate_of_ones_own():

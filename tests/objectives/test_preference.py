@@ -9,7 +9,7 @@ from jaxformer import models, params as P
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.objectives import DPO, IPO, Preference, SimPO, StepContext
-from jaxformer.objectives.preference import Answers
+from jaxformer.objectives.preference import Answers, answers
 
 rng = np.random.default_rng(0)
 B, T, V = 5, 6, 11
@@ -28,10 +28,6 @@ def dpo(policy, reference, lengths, beta, smoothing):
     return (1 - smoothing) * right + smoothing * wrong
 
 
-def anchored(policy, reference, lengths, beta, smoothing):
-    return dpo(policy, reference, lengths, beta, smoothing) - 0.4 * policy[:, 0] / lengths[:, 0]
-
-
 def ipo(policy, reference, lengths, beta, smoothing):
     gain = policy / lengths - reference / lengths
     return (gain[:, 0] - gain[:, 1] - 0.5 / beta) ** 2
@@ -46,7 +42,6 @@ def simpo(policy, reference, lengths, beta, smoothing, gamma=0.7):
 CASES = {
     "dpo": (DPO(0.3), dpo, 0.3, 0.0),
     "dpo, smoothed": (DPO(0.3, label_smoothing=0.2), dpo, 0.3, 0.2),
-    "dpo, anchored": (DPO(0.3, anchor=0.4), anchored, 0.3, 0.0),
     "ipo": (IPO(0.2), ipo, 0.2, 0.0),
     "simpo": (SimPO(2.0, gamma=0.7), simpo, 2.0, 0.0),
     "simpo, smoothed": (SimPO(2.0, gamma=0.7, label_smoothing=0.1), simpo, 2.0, 0.1),
@@ -135,7 +130,7 @@ def test_a_model_beside_itself():
 
 
 def test_evaluation_has_no_smoothing():
-    assert Preference(DPO(label_smoothing=0.1, anchor=1.0)).evaluation() == Preference(DPO())
+    assert Preference(DPO(label_smoothing=0.1), anchor=1.0).evaluation() == Preference(DPO())
     assert Preference(IPO()).evaluation() == Preference(IPO())
 
 
@@ -151,6 +146,22 @@ def test_what_does_not_fit_is_refused():
     for make in (lambda: DPO(-1.0), lambda: IPO(0.0), lambda: SimPO(label_smoothing=1.0)):
         with pytest.raises(ConfigError):
             make()
+
+
+@pytest.mark.parametrize("loss", [DPO(), IPO(), SimPO()])
+def test_the_anchor_of_any_loss(loss):
+    """It adds the chosen answer's cross entropy, a mean over its tokens."""
+    tree = P.init(models.spec(MODEL), jax.random.key(0))
+    data = batch()
+    context = StepContext(jax.random.key(3), references={"reference": tree})
+    plain = Preference(loss)(MODEL, tree, data, context)
+    anchored = Preference(loss, anchor=0.4)(MODEL, tree, data, context)
+    found = answers(models.evaluation(MODEL), tree, data, jnp.float32)
+    means = np.asarray(found.log_probabilities / found.lengths, float)[:, 0]
+    expected = -0.4 * means @ np.asarray(data["weights"])
+    np.testing.assert_allclose(anchored.loss - plain.loss, expected, rtol=1e-4)
+    with pytest.raises(ConfigError, match=r"objective\.anchor"):
+        Preference(loss, anchor=-1.0)
 
 
 def test_a_loss_of_ones_own():

@@ -142,14 +142,18 @@ def test_simpo(smoothing):
     np.testing.assert_allclose(rewards[:, 1], rejected.detach().numpy(), rtol=1e-12)
 
 
-AVERAGES = {"grpo": policy.over_answers, "bnpo": policy.over_tokens}
+AVERAGES = {
+    "grpo": policy.over_answers,
+    "bnpo": policy.over_tokens,
+    "dr_grpo": policy.OverLength(9),
+}
 
 
 @pytest.mark.parametrize("average", AVERAGES)
 @pytest.mark.parametrize("kl", [0.0, 0.3])
 @pytest.mark.parametrize("drawn_before", [False, True])
 def test_policy_gradients(average, kl, drawn_before):
-    """Clipped ratios, the estimate of the divergence, and both averages."""
+    """Clipped ratios, the estimate of the divergence, and three averages."""
     from trl import GRPOTrainer
 
     mask = masks_of(B * G)
@@ -169,6 +173,7 @@ def test_policy_gradients(average, kl, drawn_before):
         off_policy_mask_threshold=None,
         use_vllm=False,
         current_gradient_accumulation_steps=1,
+        max_completion_length=9,
         _entropy_bonus_enabled=False,
     )
     trainer._get_per_token_logps_and_entropies.return_value = (
