@@ -1,4 +1,4 @@
-"""Small facts about sums, dates, units and spelling, told and asked for: nothing to download."""
+"""Small facts about sums, chains of sums, dates, units and spelling: nothing to download."""
 
 import datetime
 import hashlib
@@ -20,8 +20,11 @@ UNITS = (
     ("kg", "kilograms", "g", "grams", 1000),
     ("t", "tons", "kg", "kilograms", 1000),
 )
-ALL = ("sums", "dates", "units", "spelling")
-SUMS_FIRST = ("sums", "sums", "sums", "dates", "units", "spelling")
+ALL = ("sums", "chains", "dates", "units", "spelling")
+SUMS_FIRST = ("sums", "sums", "chains", "chains", "dates", "units", "spelling")
+CHAINS_FIRST = ("chains", "chains", "sums", "dates")
+LARGEST = 60  # number of a sum
+WORKED = 0.25  # share of the chains whose answer has a step before the result
 
 
 class Fact(NamedTuple):
@@ -29,7 +32,7 @@ class Fact(NamedTuple):
 
     statement: str
     question: str
-    answer: str
+    answer: str  # the result, or steps and the result
 
     @property
     def is_held_out(self) -> bool:
@@ -38,8 +41,23 @@ class Fact(NamedTuple):
 
 
 def sums(rng: np.random.Generator) -> Fact:
-    a, b = rng.integers(1, 100, 2).tolist()
+    a, b = rng.integers(1, LARGEST + 1, 2).tolist()
+    return sum_of(a, b)
+
+
+def sum_of(a: int, b: int) -> Fact:
     return Fact(f"{a} + {b} = {a + b}.", f"What is {a} + {b}?", str(a + b))
+
+
+def chains(rng: np.random.Generator) -> Fact:
+    """A sum of three numbers. Some answers are the result alone, some have a step before it."""
+    a, b, c = rng.integers(1, LARGEST // 2 + 1, 3).tolist()
+    # a step must not tell a sum that only validation may tell
+    while sum_of(a, b).is_held_out or sum_of(a + b, c).is_held_out:
+        a, b, c = rng.integers(1, LARGEST // 2 + 1, 3).tolist()
+    result = str(a + b + c)
+    answer = f"{a + b} + {c} = {result}" if rng.random() < WORKED else result
+    return Fact(f"{a} + {b} + {c} = {answer}.", f"What is {a} + {b} + {c}?", answer)
 
 
 def dates(rng: np.random.Generator) -> Fact:
@@ -71,10 +89,16 @@ def spelling(rng: np.random.Generator) -> Fact:
 
 KINDS: dict[str, Callable[[np.random.Generator], Fact]] = {
     "sums": sums,
+    "chains": chains,
     "dates": dates,
     "units": units,
     "spelling": spelling,
 }
+
+
+def result(answer: str) -> str:
+    """The part of an answer that is its result: what stands behind the last step."""
+    return answer.rsplit("=", 1)[-1].strip()
 
 
 def facts(

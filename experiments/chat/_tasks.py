@@ -5,15 +5,17 @@ a wrong answer. A question that validation asks is told and asked nowhere in tra
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from experiments.chat._facts import ALL, SUMS_FIRST, facts
+from experiments.chat._facts import ALL, SUMS_FIRST, facts, result
 from jaxformer.data import chat, tokenizers
 from jaxformer.data.chat_template import built_in
 from jaxformer.data.preferences import Choice, open_preferences
+from jaxformer.data.rollouts import Answer
 from jaxformer.data.sources import Dataset, Question, Windows, context_length
 from jaxformer.decoding import Sampling
 from jaxformer.evaluation.generation import answers, best_text
@@ -102,7 +104,7 @@ class Choices:
         for i in range(count):
             kind = self.kinds[int(rng.integers(len(self.kinds)))]
             fact, other = facts(rng, 2, held_out, (kind,))
-            while other.answer == fact.answer:
+            while result(other.answer) == result(fact.answer):
                 (other,) = facts(rng, 1, held_out, (kind,))
             right, wrong = (assistant_says(each.answer) for each in (fact, other))
             choices.append(Choice(i, user_says(fact.question), right, wrong))
@@ -122,9 +124,17 @@ def chat_tokenizer() -> Any:
     return tokenizers.Bytes().with_chat(built_in("chatml"))
 
 
+def has_right_result(answers: Sequence[Answer]) -> list[float]:
+    """1 for each complete answer that ends with the right result, else 0."""
+    return [
+        float(answer.is_complete and result(answer.text) == result(answer.question.reference))
+        for answer in answers
+    ]
+
+
 @dataclass(frozen=True)
 class ExactByKind:
-    """The share of unseen questions of each kind that a model answers exactly, and their mean."""
+    """The share of unseen questions of each kind with the exact result, and the mean of shares."""
 
     count: int = 200  # questions of each kind
     max_tokens: int = 28  # of an answer
@@ -153,7 +163,7 @@ class ExactByKind:
                 precision=scored.precision,
             )
             right = [
-                best_text(each).strip() == question.reference
+                result(best_text(each)) == result(question.reference)
                 for each, question in zip(texts, questions, strict=True)
             ]
             scores[f"exact_{kind}"] = float(np.mean(right))

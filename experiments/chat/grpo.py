@@ -11,8 +11,8 @@ Then: make generate EXP=chat_grpo ARGS=--chat
 
 from dataclasses import replace
 
-from experiments.chat._facts import SUMS_FIRST
-from experiments.chat._tasks import Talks
+from experiments.chat._facts import CHAINS_FIRST
+from experiments.chat._tasks import Talks, has_right_result
 from experiments.chat.sft import experiment as sft
 from jaxformer.data.rollouts import Rollouts
 from jaxformer.objectives import PolicyGradient
@@ -23,7 +23,8 @@ experiment = replace(
     name="chat_grpo",
     initial="chat_dpo",
     data=Rollouts(
-        Talks(training=4000, kinds=SUMS_FIRST, questions=1),
+        Talks(training=4000, kinds=CHAINS_FIRST, questions=1),
+        reward=has_right_result,
         group=8,
         max_tokens=28,
         precision="bfloat16",
