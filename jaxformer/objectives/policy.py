@@ -22,42 +22,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.nn.initializers import zeros
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 
 from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers, check_whole
+from jaxformer.objectives.advantages import group_relative
+from jaxformer.objectives.logits import OfLogits, of_logits
 from jaxformer.objectives.objective import Batch, StepContext, frozen_model
 from jaxformer.objectives.tokens import TokenCrossEntropy
 from jaxformer.ops.losses import LossSums, log_probabilities
 from jaxformer.params import Spec, Tree
 
-EPSILON = 1e-4  # added to the deviation of a group's rewards
 LARGEST_LOG_RATIO = 20.0  # e^20 = 4.9e8; e^89 has no float32
 SAMPLES = "samples"  # the objective's variables: samples that later steps use again
-
-
-def group_relative(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
-    """(r - mean) / (std + 1e-4) in each group: GRPO. The variance is divided by G - 1.
-
-    Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
-    """
-    return group_centred(rewards) / (rewards.std(axis=1, keepdims=True, ddof=1) + EPSILON)
-
-
-def group_centred(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
-    """r - mean of its group: Dr. GRPO. Liu et al. 2025, arXiv:2503.20783, section 3.2."""
-    if rewards.shape[1] < 2:
-        raise ConfigError(
-            "objective.advantages: each prompt has one answer, so there is none to compare it "
-            "with; give two answers or more (data.group), or advantages of your own"
-        )
-    return rewards - rewards.mean(axis=1, keepdims=True)
-
-
-def leave_one_out(rewards: Float[Array, "B G"]) -> Float[Array, "B G"]:
-    """r - mean of the other rewards of its group: RLOO. Ahmadian et al. 2024, arXiv:2402.14740."""
-    G = rewards.shape[1]
-    return group_centred(rewards) * (G / (G - 1))
 
 
 @dataclass(frozen=True)
@@ -186,8 +163,9 @@ class PolicyGradient:
 
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         samples = self.samples(batch, context)
-        logits = answer_logits(model, params, samples, context.dtype)
-        current = log_probabilities(logits, samples["labels"])
+        current, spread = of_answers(
+            log_probability_and_entropy, model, params, samples, context.dtype
+        )
         # in the step after sampling, the policy that drew the tokens is the present one
         old = jax.lax.stop_gradient(current)
         if self.sample_shape is not None:
@@ -201,14 +179,13 @@ class PolicyGradient:
         reports = {"ratio_change": jnp.abs(jnp.expm1(log_ratios))}
         if self.reference is not None:
             frozen = frozen_model(context, self.reference)
-            other_logits = answer_logits(model, frozen, samples, context.dtype)
-            others = log_probabilities(other_logits, samples["labels"])
+            others = of_answers(log_probabilities, model, frozen, samples, context.dtype)
             divergence = divergence_estimate(jnp.where(answers > 0, others - current, 0.0))
             losses = losses + self.kl * divergence
             reports["kl"] = divergence
         loss, weight, unit = self.average(losses, answers, weights)
 
-        reports["entropy"] = entropy(logits)
+        reports["entropy"] = spread
         tokens = answers * weights[:, None, None]
         metrics = {name: (jnp.sum(value * tokens), tokens.sum()) for name, value in reports.items()}
         metrics |= metrics_of_answers(samples)
@@ -255,14 +232,22 @@ def is_fresh(batch: Batch) -> Array:
     return batch["fresh"].max() > 0
 
 
-def answer_logits(model: Any, params: Any, samples: Batch, dtype: Any) -> Float[Array, "B G T V"]:
-    """The logits of each token, divided by the temperature that answers were drawn at."""
+def of_answers(function: OfLogits, model: Any, params: Any, samples: Batch, dtype: Any) -> Any:
+    """`function(logits, labels)` for each token: arrays [B, G, T].
+
+    The logits are divided by the temperature that answers were drawn at.
+    """
     B, G, T = samples["tokens"].shape
     # padding follows a text, and a causal mask hides it
-    rows = samples["tokens"].reshape(B * G, T)
-    output = models.apply(models.evaluation(model), params, rows, dtype=dtype)
-    logits = output.logits.reshape(B, G, T, -1)
-    return logits / samples["temperature"][:, None, None, None]
+    tokens, labels = (samples[name].reshape(B * G, T) for name in ("tokens", "labels"))
+    temperature = jnp.repeat(samples["temperature"], G)[:, None, None]
+
+    def at_temperature(logits, labels):
+        return function(logits / temperature, labels)
+
+    without = models.evaluation(model)
+    found = of_logits(at_temperature, without, params, tokens, labels, dtype=dtype)
+    return jax.tree.map(lambda x: x.reshape(B, G, T), found)
 
 
 def divergence_estimate(log_ratios: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -276,10 +261,13 @@ def divergence_estimate(log_ratios: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.expm1(bounded) + jnp.exp(bounded) * beyond - log_ratios
 
 
-def entropy(logits: Float[Array, "B G T V"]) -> Float[Array, "B G T"]:
-    """-sum p log p, in nats. Without a gradient."""
+def log_probability_and_entropy(
+    logits: Float[Array, "B T V"], labels: Integer[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """(log p(label), -sum p log p), in nats. The second has no gradient."""
     logs = jax.nn.log_softmax(jax.lax.stop_gradient(logits))
-    return -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+    entropy = -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+    return log_probabilities(logits, labels), entropy
 
 
 def metrics_of_answers(samples: Batch) -> dict[str, tuple[Array, Array]]:

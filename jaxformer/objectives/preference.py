@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
+from jaxformer.objectives.logits import of_logits
 from jaxformer.objectives.objective import (
     Batch,
     StepContext,
@@ -181,8 +182,8 @@ def answers(model: Any, params: Any, batch: Batch, dtype: Any) -> Answers:
         batch[name].reshape(B * two, T) for name in ("tokens", "labels", "answers")
     )
     # padding follows a text, and a causal mask hides it
-    output = models.apply(models.evaluation(model), params, tokens, dtype=dtype)
-    found = log_probabilities(output.logits, labels)
+    without = models.evaluation(model)
+    found = of_logits(log_probabilities, without, params, tokens, labels, dtype=dtype)
     flags = flags.astype(found.dtype)
     found = found * flags
     return Answers(found.sum(axis=1).reshape(B, two), flags.sum(axis=1).reshape(B, two))

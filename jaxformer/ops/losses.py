@@ -392,20 +392,26 @@ def _zero_sums(tokens: _Tokens) -> TokenSums:
     return TokenSums(zero, zero, zero)
 
 
+def chunk_length(B: int, T: int, V: int, chunk: int | None = None) -> int:
+    """The number of positions whose logits are in memory at a time: at most `chunk`, if given.
+
+    Chunks have equal sizes, because the padding of the last chunk is wasted work.
+    """
+    V //= math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in mesh_axes("vocab", V))
+    # Each chunk reads and writes the float32 gradient of the head: 8 V D bytes for 6 V D FLOPs a
+    # token. With 1,024 tokens the products take longer than that on every chip of `models.cost`.
+    chunk = chunk or max(1, max(1024, 2**24 // V) // B)
+    count = -(-T // min(T, chunk))
+    return -(-T // count)
+
+
 def _chunks(options: _Options, tokens: _Tokens, head: _Head) -> _Tokens:
     """Arrays `[chunks, B, chunk, ...]`, cut along T.
 
     So a batch that a mesh splits along B stays on its devices.
     """
     B, T = tokens.labels.shape
-    V = head.kernel.shape[0]
-    V //= math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in mesh_axes("vocab", V))
-    # Each chunk reads and writes the float32 gradient of the head: 8 V D bytes for 6 V D FLOPs a
-    # token. With 1,024 tokens the products take longer than that on every chip of `models.cost`.
-    chunk = options.chunk or max(1, max(1024, 2**24 // V) // B)
-    count = -(-T // min(T, chunk))
-    # Chunks have equal sizes, because the padding of the last chunk is wasted work.
-    size = -(-T // count)
+    size = chunk_length(B, T, head.kernel.shape[0], options.chunk)
 
     def cut(x):
         x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))

@@ -28,7 +28,7 @@ from jaxformer.decoding.beam import Beams, gnmt
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.evaluation import generation, perplexity, text_metrics
 from jaxformer.models import adaptation, blocks, norm, vision
-from jaxformer.objectives import policy
+from jaxformer.objectives import advantages, policy
 from jaxformer.ops import positions, quantised
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import initial
@@ -86,7 +86,8 @@ NAMES: dict[str, Mapping[str, Any]] = {
         " PolicyGradient Clipped Distillation HiddenStates JensenShannon forward_kl reverse_kl"
         " MultiToken",
     )
-    | _of(policy, "group_relative group_centred leave_one_out over_answers over_tokens OverLength")
+    | _of(advantages, "group_relative group_centred leave_one_out")
+    | _of(policy, "over_answers over_tokens OverLength")
     | _of(augment, "Flip Crop ResizedCrop Move"),
     "initial": ChainMap(_of(initial, "FromRun"), HUGGING_FACE),
     "references": ChainMap(

@@ -10,7 +10,14 @@ import pytest
 from jaxformer import models, params as P
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
-from jaxformer.objectives import Clipped, PolicyGradient, StepContext, TokenCrossEntropy, policy
+from jaxformer.objectives import (
+    Clipped,
+    PolicyGradient,
+    StepContext,
+    TokenCrossEntropy,
+    advantages as of_rewards,
+    policy,
+)
 
 rng = np.random.default_rng(0)
 B, G, T, V = 3, 4, 6, 11
@@ -36,9 +43,9 @@ def others(rewards):
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (policy.group_relative, relative),
-        (policy.leave_one_out, others),
-        (policy.group_centred, lambda r: r - r.mean(1, keepdims=True)),
+        (of_rewards.group_relative, relative),
+        (of_rewards.leave_one_out, others),
+        (of_rewards.group_centred, lambda r: r - r.mean(1, keepdims=True)),
     ],
     ids=["GRPO", "RLOO", "Dr. GRPO"],
 )
@@ -161,8 +168,8 @@ def test_the_gradient_is_that_of_reinforce():
     first, _ = trees()
     data = batch()
     context = StepContext(jax.random.key(3))
-    objective = PolicyGradient(average=policy.over_tokens, advantages=policy.group_centred)
-    advantages = policy.group_centred(data["rewards"])[:, :, None]
+    objective = PolicyGradient(average=policy.over_tokens, advantages=of_rewards.group_centred)
+    advantages = of_rewards.group_centred(data["rewards"])[:, :, None]
 
     def reinforce(tree):
         rows = data["tokens"].reshape(B * G, T)

@@ -7,7 +7,14 @@ import pytest
 
 from jaxformer import models, params as P
 from jaxformer.errors import ConfigError
-from jaxformer.objectives import Clipped, PolicyGradient, RewardModel, StepContext, policy
+from jaxformer.objectives import (
+    Clipped,
+    PolicyGradient,
+    RewardModel,
+    StepContext,
+    advantages,
+    policy,
+)
 from tests.data.test_rollouts import MODEL as TALKER, Numbers, Rollouts, digits
 from tests.objectives import test_policy as one, test_reward as rewarded
 from tests.objectives.test_policy import B, G, T
@@ -162,7 +169,7 @@ def test_a_policy_far_from_its_reference():
 )
 def test_groups_are_apart():
     rewards = jnp.float32([[0, 1, 0, 1], [10, 11, 10, 11]])
-    for make in (policy.group_relative, policy.leave_one_out, policy.group_centred):
+    for make in (advantages.group_relative, advantages.leave_one_out, advantages.group_centred):
         found = make(rewards)
         np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
 
@@ -175,7 +182,7 @@ def test_groups_are_apart():
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.35, 0.4, 1e4 / 3])
 def test_equal_rewards_teach_nothing(value):
     rewards = jnp.full((1, 8), value, jnp.float32)
-    for make in (policy.group_relative, policy.leave_one_out, policy.group_centred):
+    for make in (advantages.group_relative, advantages.leave_one_out, advantages.group_centred):
         assert float(jnp.abs(make(rewards)).max()) <= 2e-3 * max(value, 1)
 
 
@@ -193,7 +200,7 @@ def test_a_reward_of_nan_is_refused():
     with pytest.raises(ConfigError, match=r"data\.reward=unsure: gave nan for one answer"):
         split(tree, jax.random.key(0), 0, 2)
     with pytest.raises(ConfigError, match=r"each prompt has one answer"):
-        policy.group_relative(jnp.ones((3, 1)))
+        advantages.group_relative(jnp.ones((3, 1)))
 
 
 @pytest.mark.report(

@@ -1,0 +1,77 @@
+"""Numbers of each token that a model's logits give, without an array of all logits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Integer
+
+from jaxformer import models
+from jaxformer.errors import ConfigError
+from jaxformer.models import heads
+from jaxformer.ops.losses import chunk_length
+from jaxformer.sharding import mesh_axes
+
+# (logits [B, t, V], labels [B, t]) -> an array [B, t], or a tree of such arrays
+OfLogits = Callable[[Array, Array], Any]
+
+
+def of_logits(
+    function: OfLogits,
+    model: Any,
+    params: Any,
+    tokens: Integer[Array, "B T"],
+    labels: Integer[Array, "B T"],
+    **inputs: Any,
+) -> Any:
+    """`function(logits, labels)` of a model that reads `tokens`: arrays `[B, T]`.
+
+    The logits of some positions are in memory at a time. The backward pass computes these again.
+    `inputs` are arguments of `models.apply`. Raises ConfigError for a model without a language
+    model.
+    """
+    if not models.is_config(model):
+        return function(models.apply(model, params, tokens, **inputs).logits, labels)
+    config = models.last_stack(model)
+    tree = params if isinstance(model, models.ModelConfig) else params["decoder"]
+    head = heads.language_model(config)
+    if head is None:
+        raise ConfigError(
+            f"model.heads={config.heads}: this objective needs a LanguageModel among them"
+        )
+    hidden = models.encode(model, params, tokens, **inputs).hidden
+    own = tree.get("heads", {}).get(head.name, {})
+    table = tree.get("embedding", {}).get("tokens")
+
+    def of_hidden(hidden, labels):
+        return function(heads.logits(config, head, own, hidden, table), labels)
+
+    return over_chunks(of_hidden, hidden, labels, config.vocab_size)
+
+
+def over_chunks(
+    function: Callable[[Array, Array], Any],
+    hidden: Float[Array, "B T D"],
+    labels: Integer[Array, "B T"],
+    vocab_size: int,
+) -> Any:
+    """`function(hidden, labels)` -> arrays `[B, T]`, computed for some positions at a time.
+
+    Where a mesh splits the positions, each device has few of them, and all are computed at once.
+    """
+    B, T = labels.shape
+    of_chunk = jax.checkpoint(lambda chunk: function(*chunk))
+    size = chunk_length(B, T, vocab_size)
+    if size >= T or mesh_axes("length", T):
+        return of_chunk((hidden, labels))
+
+    def cut(x):
+        x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1)
+
+    def join(x):
+        return x.swapaxes(0, 1).reshape(B, -1)[:, :T]
+
+    return jax.tree.map(join, jax.lax.map(of_chunk, (cut(hidden), cut(labels))))
