@@ -45,7 +45,7 @@ ENVIRONMENT = (
 LEFT_OVER = 3600  # seconds after which an unfinished file of a report is nobody's any more
 ALLOWED = {"allowed": True}  # marks the digest of code that the user trusted without training it
 # Fields that are newer than some runs, with the value that says what those runs did.
-ADDED: dict[str, Any] = {"ema_warmup": 1, "references": {}}
+ADDED: dict[str, Any] = {"ema_warmup": 1, "references": {}, "after_update": None}
 # Fields whose default was another one when some runs began. The runs' descriptions have it.
 CHANGED = ("optimizer.not_decayed",)
 

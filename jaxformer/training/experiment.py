@@ -147,6 +147,9 @@ class Experiment:
     # the average at step t (from 0) decays by min(ema_decay, (1 + t) / (ema_warmup + t)), so that a
     # short run forgets its start; 1: always by ema_decay
     ema_warmup: int = 10
+    # (params) -> params: what the parameters become after each update, such as zoo's QKClip;
+    # variables (`params.Spec(trained=False)`) have their new values then
+    after_update: Callable | None = None
     seed: int = 0  # of parameters, batches, dropout and samples; below 2^64
     max_skipped: int = 10  # bad steps in a row before the run gives up
     # a step with a far higher loss or gradient norm than the last ones is bad, too; None: no check

@@ -36,7 +36,7 @@ log = logging.getLogger("jaxformer")
 # fields that a recipe copies from its experiment
 COPIED = (
     "seed", "precision", "accumulation", "gradient_sums", "clip_norm", "ema_decay", "ema_warmup",
-    "rms", "max_skipped", "spikes",
+    "rms", "max_skipped", "spikes", "after_update",
 )  # fmt: skip
 # names in the record of a step or an evaluation; a metric with such a name would overwrite it
 RECORDED = {
@@ -79,6 +79,7 @@ class Recipe:
     # (parameters, optimizer's state) -> the parameters to evaluate, of an optimizer that averages
     # itself; None: the parameters, or their average by `ema_decay`
     averaged: Callable[[Tree, Tree], Tree] | None = None
+    after_update: Callable[[Tree], Tree] | None = None  # params -> params, after each update
 
     weights = property(lambda self: self.parts.weights)  # trained -> the model's parameters
     score = property(lambda self: self.eval_loss)  # an earlier name
@@ -108,6 +109,8 @@ def build(experiment: Any) -> Recipe:
         )
     parts = parts_of(experiment, models.spec(model))
     spec, frozen = parts.spec, parts.frozen
+    if experiment.after_update is not None:
+        check_after_update(experiment, spec)
 
     objective = with_context(experiment.objective)
     reporting = rms.with_rms(model) if "activation" in experiment.rms else model
@@ -146,6 +149,29 @@ def build(experiment: Any) -> Recipe:
         averaged=averaged,
         **{name: getattr(experiment, name) for name in COPIED},
     )
+
+
+def check_after_update(experiment: Any, spec: Tree) -> None:
+    """Raises ConfigError if `experiment.after_update` does not fit the tree that trains."""
+    function = experiment.after_update
+    name = getattr(function, "__name__", type(function).__name__)
+    if experiment.adaptation is not None:
+        raise ConfigError(
+            f"after_update={name}: adaptation={experiment.adaptation} trains factors, not the "
+            "parameters that it would change; leave one of the two out"
+        )
+    if getattr(experiment.optimizer, "averaged", None) is not None:
+        optimizer = type(experiment.optimizer).__name__
+        raise ConfigError(
+            f"after_update={name}: optimizer={optimizer} evaluates an average of its own, which "
+            "would not have the change; take another optimizer"
+        )
+    changed = jax.eval_shape(function, params.abstract(spec))
+    if problem := params.mismatch(spec, changed):
+        raise ConfigError(
+            f"after_update={name}: parameter {problem}; expected the tree that it was given, with "
+            "new values"
+        )
 
 
 def with_context(objective: Callable) -> Callable:

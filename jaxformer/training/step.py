@@ -21,6 +21,7 @@ from jaxformer.params import Tree
 from jaxformer.training import rms
 from jaxformer.training.experiment import Spikes
 from jaxformer.training.gradients import accumulate, clip, clip_factor  # noqa: F401
+from jaxformer.training.optimizers import without_gradient
 from jaxformer.training.recipe import Recipe
 from jaxformer.training.state import (  # noqa: F401
     LossScale,
@@ -220,6 +221,8 @@ def update(
     params = jax.tree.map(jnp.add, state.params, updates)
     if variables:
         params = parameters.map_with_name(partial(new_value, variables), params)
+    if recipe.after_update is not None:
+        params = changed_after_update(recipe, params)
     ema = average(recipe, state, params, opt_state)
     opt_state = in_memory(recipe, opt_state, jax.memory.Space.Host)
     update_rms = root_mean_squares(recipe, "update", updates)
@@ -229,6 +232,18 @@ def update(
 def new_value(variables: dict[str, Array], path: str, leaf: Array) -> Array:
     """The new value of the leaf at `path` if it is a variable with one, else `leaf`."""
     return variables[path].astype(leaf.dtype) if path in variables else leaf
+
+
+def changed_after_update(recipe: Recipe, params: Tree) -> Tree:
+    """`recipe.after_update` of the parameters. Frozen parameters and variables stay as they are."""
+    assert recipe.after_update is not None
+    changed = recipe.after_update(params)
+    held = without_gradient(recipe.spec, recipe.frozen)
+
+    def select(held: bool, old: Array, new: Array) -> Array:
+        return old if held else new.astype(old.dtype)
+
+    return jax.tree.map(select, held, params, changed)
 
 
 def average(recipe: Recipe, state: TrainState, params: Tree, opt_state: Tree = None) -> Tree:

@@ -27,6 +27,8 @@ OFFERED = {
     "qk_model_norm": "qk_norm",
     "gated": "gated",
     "qk_layer_norm": "qk_layer_norm",
+    "qk_clip": "qk_clip",
+    "QKClip": "qk_clip",
     "LatentAttention": "latent_attention",
     "GroupedExperts": "grouped_experts",
     "differential": "differential",

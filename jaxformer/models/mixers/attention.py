@@ -57,6 +57,7 @@ def attention(
     prepare: Callable | None = None,
     attend: Callable | None = None,
     finish: Callable | None = None,
+    observe: Callable | None = None,
 ) -> Mixer:
     """Multi-head attention with the config's heads, mask, rotary positions, softcap and dropout.
 
@@ -64,7 +65,9 @@ def attention(
     functions for the steps that it changes:
     prepare(params, heads, context) -> the `Heads` before the rotation;
     attend(params, context, query, key, value, **options of ops.attention) -> out `[B, T, N, H]`;
-    finish(params, x, out) -> out before the last projection.
+    finish(params, x, out) -> out before the last projection;
+    observe(params, query, key, **options of ops.attention) -> new values of its variables, except
+    in decoding.
     """
 
     def apply(params, x: Float[Array, "B T D"], context: Context) -> MixerOutput:
@@ -91,7 +94,10 @@ def attention(
         out = context.tap("heads", tapped_weights(context, result, value if standard else None))
         if finish is not None:
             out = finish(params, x, out)
-        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, carry)
+        updates = None
+        if observe is not None and context.state is None:
+            updates = observe(params, query, key, **options)
+        return MixerOutput(linear("btnh,nhd->btd", out, params["out"]), state, carry, updates)
 
     def state(batch: int, length: int, dtype):
         slots = empty_slots((batch, config.kv_heads, length, config.head_size), dtype)
