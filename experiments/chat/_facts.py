@@ -21,9 +21,9 @@ UNITS = (
     ("t", "tons", "kg", "kilograms", 1000),
 )
 ALL = ("sums", "chains", "dates", "units", "spelling")
-SUMS_FIRST = ("sums", "sums", "chains", "chains", "dates", "units", "spelling")
+SUMS_FIRST = ("sums", "sums", "sums", "chains", "chains", "dates", "units", "spelling")
 CHAINS_FIRST = ("chains", "chains", "sums", "dates")
-LARGEST = 40  # number of a sum
+LARGEST = 99  # number of a sum; a third of it: of a chain
 WORKED = 0.25  # share of the chains whose answer has a step before the result
 
 
@@ -51,10 +51,10 @@ def sum_of(a: int, b: int) -> Fact:
 
 def chains(rng: np.random.Generator) -> Fact:
     """A sum of three numbers. Some answers are the result alone, some have a step before it."""
-    a, b, c = rng.integers(1, LARGEST // 2 + 1, 3).tolist()
+    a, b, c = rng.integers(1, LARGEST // 3 + 1, 3).tolist()
     # a step must not tell a sum that only validation may tell
     while sum_of(a, b).is_held_out or sum_of(a + b, c).is_held_out:
-        a, b, c = rng.integers(1, LARGEST // 2 + 1, 3).tolist()
+        a, b, c = rng.integers(1, LARGEST // 3 + 1, 3).tolist()
     result = str(a + b + c)
     answer = f"{a + b} + {c} = {result}" if rng.random() < WORKED else result
     return Fact(f"{a} + {b} + {c} = {answer}.", f"What is {a} + {b} + {c}?", answer)

@@ -9,6 +9,7 @@ Then: make generate EXP=chat_sft ARGS=--chat
 
 from dataclasses import replace
 
+from experiments.chat._facts import SUMS_FIRST
 from experiments.chat._tasks import Talks
 from experiments.chat.base import experiment as base
 from jaxformer.training import AdamW, Cosine, Sample
@@ -17,10 +18,10 @@ experiment = replace(
     base,
     name="chat_sft",
     initial="chat_base",
-    data=Talks(),
+    data=Talks(training=40_000, kinds=SUMS_FIRST),
     optimizer=AdamW(learning_rate=1e-3, b2=0.98),
     schedule=Cosine(warmup=20),
-    steps=700,
-    eval_every=350,
+    steps=1400,
+    eval_every=700,
     sample=Sample(prompt="What is 17 + 25?", tokens=24),
 )
