@@ -4,6 +4,8 @@ Gopher (Rae et al. 2021, arXiv:2112.11446) and Chinchilla (Hoffmann et al. 2022,
 have them. The memory of earlier segments, the paper's other idea, is not here.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import Array
 from jax.nn.initializers import normal
@@ -43,10 +45,11 @@ def relative_attention(config: ModelConfig) -> Mixer:
         "content_vector": vector,
         "position_vector": vector,
     }
-    return attention(config, extra=extra, attend=attend)
+    return attention(config, extra=extra, attend=partial(attend, config))
 
 
 def attend(
+    config: ModelConfig,
     tree: Tree,
     context: Context,
     query: Float[Array, "B T N H"],
@@ -64,7 +67,7 @@ def attend(
     )
     # the mask hides keys behind the query, and no visible key is S positions away
     distances = jnp.clip(of_queries[:, :, None] - of_keys[:, None, :], 0, S - 1)
-    sinusoids = sinusoidal(jnp.arange(S)[None], tree["position"]["kernel"].shape[0], "half")
+    sinusoids = sinusoidal(jnp.arange(S)[None], config.d_model, "half")
     rows = linear("rd,dnh->rnh", sinusoids[0].astype(query.dtype), tree["position"])
     with_content, with_position = (
         query + tree[name].astype(query.dtype)[None, None]
