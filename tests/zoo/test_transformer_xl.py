@@ -14,9 +14,9 @@ from jaxformer.models import ModelConfig
 from jaxformer.models.blocks import post_norm
 from jaxformer.models.presets import sized
 from jaxformer.ops.positions import Rope
+from jaxformer.zoo.transformer_xl import relative_attention
 from tests.witnesses import load, transformer_xl as xlnet
 
-relative_attention = zoo.transformer_xl.relative_attention
 CLOSE = dict(rtol=1e-4, atol=2e-5)  # float32 through two layers
 TINY = ModelConfig(
     vocab_size=13,
