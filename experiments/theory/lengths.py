@@ -8,7 +8,7 @@ the library has the same model, batches and steps. Rotary positions are also sca
 each way that the library has.
 
 Not tested: LongRoPE, whose factors come from a search on a trained model, and the positions of
-Transformer-XL, which the library does not have.
+Transformer-XL, which are a mixer (`zoo.transformer_xl`).
 
 Expected (seed 0; accuracy at 64, 128, 256 and 512 tokens in %): ALiBi and Shaw 100 everywhere. T5
 bias 100, 66, 28, 18 (with max_distance=32: 100, 86, 49, 22). Rotary 100, 91, 23, 6; scaled at the

@@ -1,9 +1,8 @@
 """DeBERTa, versions 2 and 3: attention to content and to relative positions apart.
 
-He et al. 2020, arXiv:2006.03654; 2021, arXiv:2111.09543. The model type of both is `deberta-v2`. A
-convolution beside the first layer (version 2, xlarge and xxlarge) is refused. A class of a sequence
-reads its first token; transformers reads position 0 even if it is padding, which sees the mean of
-all padding.
+He et al. 2020, arXiv:2006.03654; 2021, arXiv:2111.09543. The model type of both is `deberta-v2`.
+Version 2 has a convolution beside its first layer. A class of a sequence reads its first token;
+transformers reads position 0 even if it is padding, which sees the mean of all padding.
 """
 
 from collections.abc import Collection
@@ -23,10 +22,17 @@ from jaxformer.families.settings import ACTIVATION, Json, Key, get, only, read_f
 from jaxformer.masks import full
 from jaxformer.models.blocks import post_norm
 from jaxformer.models.config import Classification, Embedding, LanguageModel, Learned, ModelConfig
+from jaxformer.models.stacks.layout import as_pattern
 from jaxformer.zoo.disentangled import TERMS, Disentangled
+from jaxformer.zoo.input_convolution import PostNormConvolution, beside_first
 
 FIELDS = BERT_FIELDS | {"norm_eps": Key("layer_norm_eps", 1e-7)}
 POOLER = {"pooler": Key("pooler_hidden_act", "gelu", ACTIVATION)}
+CONVOLUTION = {
+    "width": Key("conv_kernel_size"),
+    "groups": Key("conv_groups", 1),
+    "activation": Key("conv_act", "tanh", ACTIVATION),
+}
 NAME = "DebertaV2"
 KINDS = ("Model", *TASKS, "ForQuestionAnswering")
 LM, NEW_LM = "cls.predictions.", "lm_predictions.lm_head."
@@ -46,20 +52,33 @@ def _heads(classes: int, activation: str, pooler: str) -> dict[str, tuple]:
 def _read(c: Json, names: Collection[str]) -> ModelConfig:
     fields = read_fields(c, FIELDS)
     D, N = fields["d_model"], fields["num_heads"]
-    only(c, embedding_size=D, pooler_hidden_size=D, conv_kernel_size=0)
+    only(c, embedding_size=D, pooler_hidden_size=D)
     only(c, attention_head_size=D // N, position_embedding_type="absolute", is_decoder=False)
     if not get(c, "legacy", True):  # its head always reads by the embedding's table
         fields["tie_embeddings"] = True
     kinds = _heads(count_labels(c), fields["feedforward"], **read_fields(c, POOLER))
     return ModelConfig(
         **fields,
-        block=post_norm,
+        block=_read_block(c, fields["num_layers"]),
         positions=Learned() if get(c, "position_biased_input", True) else None,
         masks=(full(),),
         mixer=_read_mixer(c),
         embedding=Embedding(norm=True, token_types=get(c, "type_vocab_size", 0)),
         heads=read_heads(c, NAME, kinds),
     )
+
+
+def _read_block(c: Json, num_layers: int) -> Any:
+    """The order of BERT, in the first layer perhaps with a convolution."""
+    if c.get("conv_kernel_size") in (None, 0):
+        return post_norm
+    convolution = read_fields(c, CONVOLUTION)
+    width, groups = convolution["width"], convolution["groups"]
+    if width % 2 == 0:
+        raise ConfigError(f"config.json: conv_kernel_size={width}: expected an odd number, or 0")
+    if get(c, "hidden_size") % groups:
+        raise ConfigError(f"config.json: conv_groups={groups} does not divide hidden_size")
+    return beside_first(num_layers, PostNormConvolution(**convolution))
 
 
 def _read_mixer(c: Json) -> Disentangled | None:
@@ -114,6 +133,9 @@ def _write_mixer(mixer: Disentangled | None) -> Json:
 
 def _write(config: Any) -> Json:
     c = write_fields(config, FIELDS) | _write_mixer(config.mixer)
+    first, *_ = as_pattern(config.block)
+    if isinstance(first, PostNormConvolution):
+        c |= write_fields(first, CONVOLUTION)
     c |= {
         "position_biased_input": config.positions is not None,
         "type_vocab_size": config.embedding.token_types,
@@ -151,6 +173,8 @@ def _rules(config: ModelConfig) -> list[Rule]:
         *rules("layers/attention/", layer, maps),
         Rule("shared/relative", "deberta.encoder.rel_embeddings.weight"),
         Rule("shared/relative_norm", "deberta.encoder.LayerNorm"),
+        Rule("layers/convolution", "deberta.encoder.conv.conv", "patches", layers=(0,)),
+        Rule("layers/convolution_norm", "deberta.encoder.conv.LayerNorm", layers=(0,)),
         *rules("heads/", "", heads),
     ]
 

@@ -59,9 +59,8 @@ ROWS = (
     Row("modernbert", "ModernBERT", "`rope_scaling`, which would scale both rotations"),
     Row(
         "deberta-v2",
-        "DeBERTa-v3; version 2 without a convolution",
-        "a convolution (`conv_kernel_size`, version 2 xlarge and xxlarge); `embedding_size` other "
-        "than `hidden_size`; no `pos_att_type`",
+        "DeBERTa-v2 and v3",
+        "`embedding_size` other than `hidden_size`; no `pos_att_type`",
     ),
     Row("longformer big_bird reformer", "Longformer, BigBird, Reformer"),
     Row("t5 mt5 umt5", "T5, FLAN-T5, mT5, UMT5", "classification of sequences"),

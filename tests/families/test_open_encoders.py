@@ -113,7 +113,9 @@ def test_the_head_of_version_3_has_other_names(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(conv_kernel_size=3),
+        dict(conv_kernel_size=2),
+        dict(conv_groups=5, conv_kernel_size=3),
+        dict(conv_act="selu", conv_kernel_size=3),
         dict(embedding_size=4),
         dict(attention_head_size=5),
         dict(pooler_hidden_size=5),

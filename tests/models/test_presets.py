@@ -29,6 +29,10 @@ for _name, (_layers, _width, _heads) in {
     _attention = 2 * _width * _heads * 256 + 2 * _width * 256
     _layer = _attention + 12 * _width**2 + _width
     COUNTS[_name] = 256_000 * _width + _layers * _layer + _width
+# nor one of Chinchilla and Gopher: tests/zoo/test_transformer_xl.py compares the count with 50
+# published ones
+for _name, _width in {"chinchilla_70b": 8192, "gopher_280b": 16_384}.items():
+    COUNTS[_name] = 32_000 * _width + 80 * (13 * _width**2 + 10 * _width) + _width
 
 
 @pytest.mark.thorough_after(43)
@@ -61,6 +65,7 @@ def test_closed_forms():
     assert COUNTS["transformer_big"] == pair(37000, 1024, 4096)
     # table 1 of the paper, in billions
     papers = {"palm_8b": 8.63, "palm_62b": 62.50, "palm_540b": 540.35}
+    assert round(COUNTS["chinchilla_70b"] / 1e9) == 70 and round(COUNTS["gopher_280b"] / 1e9) == 280
     assert all(abs(COUNTS[name] / 1e9 - count) < 0.01 for name, count in papers.items())
 
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 
 from jaxformer import families, masks, models
 from jaxformer.errors import ConfigError
@@ -147,6 +148,39 @@ def test_the_published_head_of_deberta_is_read(tmp_path):
     assert found.keys() == expected.keys()
     for path, leaf in expected.items():
         np.testing.assert_array_equal(found[path], leaf, err_msg=path)
+
+
+@pytest.mark.report(
+    "huggingface/transformers#16031",
+    "huggingface/candle#3468",
+    right="the convolution of a DeBERTa is computed, and reads no padding on either side",
+)
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_the_convolution_of_deberta_reads_no_padding(before):
+    checkpoint = families.load(golden.folder("deberta_v2_convolution"))
+    rng = np.random.default_rng(0)
+    row = rng.integers(3, 37, (1, 7))
+    padded = np.zeros((1, 10), int)
+    padded[:, before : before + 7] = row
+    ids = np.zeros((1, 10), int)
+    ids[:, before : before + 7] = 1
+
+    def hidden(tokens, **options):
+        return models.apply(checkpoint.config, checkpoint.params, tokens, **options).hidden
+
+    found = hidden(jnp.asarray(padded), segment_ids=jnp.asarray(ids))
+    alone = hidden(jnp.asarray(row))
+    # float32 through two layers
+    np.testing.assert_allclose(found[:, before : before + 7], alone, rtol=1e-4, atol=2e-5)
+    params = unflatten_dict(
+        {
+            path: jnp.zeros_like(leaf) if "convolution/" in path else leaf
+            for path, leaf in paths(checkpoint.params).items()
+        },
+        sep="/",
+    )
+    without = models.apply(checkpoint.config, params, jnp.asarray(row)).hidden
+    assert np.abs(without - alone).max() > 0.1
 
 
 @pytest.mark.report(

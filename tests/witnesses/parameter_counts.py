@@ -99,6 +99,8 @@ ELECTRA = {  # embedding_size, hidden_size, num_hidden_layers, num_attention_hea
 }
 # hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, vocab_size
 DEBERTA = {
+    "deberta_v2_xlarge": (1536, 24, 24, 6144, 128_100),
+    "deberta_v2_xxlarge": (1536, 48, 24, 6144, 128_100),
     "deberta_v3_xsmall": (384, 12, 6, 1536, 128_100),
     "deberta_v3_small": (768, 6, 12, 3072, 128_100),
     "deberta_v3_base": (768, 12, 12, 3072, 128_100),
@@ -305,6 +307,7 @@ def later_encoders(t) -> dict[str, tuple]:
             share_att_key=True,
             pos_att_type="p2c|c2p",
             position_biased_input=False,
+            conv_kernel_size=3 if name.startswith("deberta_v2") else 0,
         )
         found[name] = "DebertaV2Model", config
     return found

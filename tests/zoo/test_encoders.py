@@ -9,7 +9,7 @@ import pytest
 
 from jaxformer import models, params, zoo
 from jaxformer.errors import ConfigError
-from jaxformer.masks import full
+from jaxformer.masks import causal, full
 from jaxformer.models import Embedding, LanguageModel, ModelConfig
 from jaxformer.models.blocks import post_norm
 from jaxformer.models.layer import Context
@@ -193,3 +193,78 @@ def test_the_first_layer_of_modernbert_has_no_norm_of_attention():
     norms = {path for path in layers if path.endswith("attention_norm/scale")}
     assert norms == {"1/attention_norm/scale"} and layers["1/attention_norm/scale"].shape == (3, 12)
     assert "0/feedforward_norm/scale" in layers
+
+
+def beside_first(**options):
+    """A model with a convolution beside the first of its two layers."""
+    block = (zoo.PostNormConvolution(**options), post_norm)
+    mixer = zoo.Disentangled(4, 9)
+    return replace(BERT, num_layers=2, positions=None, mixer=mixer, block=block)
+
+
+@pytest.mark.parametrize("options", [{}, dict(width=5, groups=3, activation="gelu"), dict(width=1)])
+def test_a_convolution_beside_the_first_layer_is_its_sum(options):
+    """Output by output in float64; neighbours in another segment, or in padding, count as zero."""
+    config = beside_first(**options)
+    part, _ = config.block
+    tree = random(config)
+    ids = jnp.array([[1] * 4 + [2] * 3 + [0] * 2, [0] + [1] * 8])
+    run = dict(segment_ids=ids, intermediates=("embedding", "layers/*/residual"))
+    found = models.apply(config, tree, TOKENS, **run).intermediates
+    own = tree["layers"]["0"]
+    without = {name: leaf for name, leaf in own.items() if "convolution" not in name}
+    plain = replace(config, num_layers=1, block=post_norm)
+    layer = models.apply(plain, tree | {"layers": without}, TOKENS, **run)
+    x = np.float64(found["embedding"])
+    kernel, bias = (np.float64(own["convolution"][name][0]) for name in ("kernel", "bias"))
+    inputs, outputs = 12 // part.groups, 12 // part.groups
+    summed = np.zeros(x.shape) + bias
+    for b, t, j, o in np.ndindex(2, T, part.width, 12):
+        s = t + j - part.width // 2
+        if 0 <= s < T and ids[b, t] == ids[b, s] != 0:
+            first = o // outputs * inputs
+            summed[b, t, o] += x[b, s, first : first + inputs] @ kernel[:, j, o]
+    activation = jnp.tanh if part.activation == "tanh" else jax.nn.gelu
+    extra = {} if part.activation == "tanh" else {"approximate": False}
+    y = np.float64(layer.intermediates["layers/*/residual"][0])
+    y = y + np.float64(activation(jnp.float32(summed), **extra))
+    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + config.norm_eps)
+    norm = jax.tree.map(np.asarray, own["convolution_norm"])
+    y = y * norm["scale"][0] + norm["bias"][0]
+    real = np.asarray(ids) != 0
+    np.testing.assert_allclose(found["layers/*/residual"][0][real], y[real], **CLOSE)
+
+
+def test_a_packed_row_is_computed_as_its_segments_alone():
+    config = beside_first()
+    tree = random(config)
+    ids = jnp.array([[1] * 4 + [2] * 5] * 2)
+    packed = models.apply(config, tree, TOKENS, segment_ids=ids).logits
+    for part in (slice(0, 4), slice(4, 9)):
+        alone = models.apply(config, tree, TOKENS[:, part]).logits
+        np.testing.assert_allclose(packed[:, part], alone, **CLOSE)
+
+
+def test_a_convolution_drops_its_output_and_has_a_gradient():
+    config = replace(beside_first(), dropout_rate=0.5)
+    tree = random(config)
+
+    def hidden(tree, key=None):
+        return models.apply(config, tree, TOKENS, dropout_key=key).hidden
+
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(hidden(tree, key), hidden(tree, key))
+    assert np.abs(hidden(tree, key) - hidden(tree)).max() > 0.1
+    gradient = jax.grad(lambda tree: jnp.sum(jnp.square(hidden(tree)[..., 0])))(tree)
+    assert np.abs(gradient["layers"]["0"]["convolution"]["kernel"]).max() > 1e-3
+
+
+def test_what_a_convolution_refuses():
+    for options in (dict(width=2), dict(width=0), dict(groups=0), dict(activation="glue")):
+        with pytest.raises(ConfigError, match=rf"PostNormConvolution\.{next(iter(options))}"):
+            zoo.PostNormConvolution(**options)
+    with pytest.raises(ConfigError, match=r"groups=5 does not divide model\.d_model=12"):
+        models.spec(beside_first(groups=5))
+    config = replace(beside_first(), masks=(causal(),))
+    with pytest.raises(NotImplementedError, match="PostNormConvolution"):
+        models.apply(config, random(config), TOKENS)

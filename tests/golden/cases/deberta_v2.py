@@ -33,5 +33,14 @@ CASES = {
         norm_rel_ebd="none",
         position_biased_input=True,
     ),
+    # as version 2, xlarge and xxlarge, in groups
+    "deberta_v2_convolution": _deberta(
+        "ForMaskedLM",
+        num_attention_heads=2,
+        norm_rel_ebd="none",
+        conv_kernel_size=3,
+        conv_groups=2,
+        conv_act="gelu",
+    ),
     "deberta_v2_p2c": _deberta("ForTokenClassification", pos_att_type=["p2c"], num_labels=5),
 }

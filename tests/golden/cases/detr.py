@@ -7,7 +7,14 @@ from tests.golden.families import Case
 SIZE = 37, 52  # of images; both are cut by the strides
 
 
-def _detr(model: str, inputs: dict[str, np.ndarray], backbone: dict, **config) -> Case:
+# The norms' eps is 1e-5 in every DETR. Narrow states have a small variance here and there, and so
+# they show another eps.
+NARROW = dict(d_model=4, decoder_attention_heads=2, encoder_ffn_dim=5, decoder_ffn_dim=6)
+
+
+def _detr(
+    model: str, inputs: dict[str, np.ndarray], backbone: dict, seed: int = 0, **config
+) -> Case:
     sizes = dict(
         d_model=12,
         encoder_layers=3,
@@ -23,7 +30,7 @@ def _detr(model: str, inputs: dict[str, np.ndarray], backbone: dict, **config) -
     )
     resnet = dict(model_type="resnet", embedding_size=6, hidden_sizes=[8, 12], depths=[2, 1])
     config = sizes | dict(backbone_config=resnet | backbone) | config
-    return Case(f"Detr{model}", config, inputs)
+    return Case(f"Detr{model}", config, inputs, seed=seed)
 
 
 def _images(channels: int = 3) -> np.ndarray:
@@ -44,11 +51,15 @@ CASES = {
         "Model",
         dict(pixel_values=_images(1)),
         dict(downsample_in_bottleneck=True, hidden_act="silu", num_channels=1),
+        seed=3,
+        **NARROW,
         activation_function="gelu",
     ),
     "detr_basic": _detr(
         "ForObjectDetection",
         dict(pixel_values=_images()),
         dict(layer_type="basic", downsample_in_first_stage=True),
+        seed=11,
+        **NARROW,
     ),
 }

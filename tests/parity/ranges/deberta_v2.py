@@ -7,6 +7,8 @@ RANGE = {
     "position_biased_input": [False],
     "legacy": [False],
 }
+# their class does not document these
+CONVOLUTION = {"conv_act": ["gelu", "tanh", "relu", "sigmoid"], "conv_groups": [1, 2, 3]}
 NO_NUMBER = ("pooler_dropout",)
 # A padded row begins with a token: theirs gives the class of a sequence from position 0, and a
 # position of padding there sees the mean of all positions.
@@ -25,8 +27,11 @@ def sizes(family: str, r, common: dict) -> dict:
             share_att_key=r.random() < 0.5,
             norm_rel_ebd=r.choice(["layer_norm", "none"]),
         )
-    if r.random() < 0.1:
-        found["conv_kernel_size"] = 3
+    if r.random() < 0.4:
+        found["conv_kernel_size"] = r.choice([1, 3, 3, 5, 2])
+        for name, values in CONVOLUTION.items():
+            if r.random() < 0.5:
+                found[name] = r.choice(values)
     if r.random() < 0.1:
         found["embedding_size"] = 7
     return found
