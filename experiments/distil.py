@@ -4,8 +4,9 @@ The student has two layers of width 96, the teacher (the run of quickstart) four
 student's loss is half the cross entropy of the next byte, half the divergence from the teacher's
 distribution (Hinton et al. 2015). With `--objective.share=0` it learns from the text alone.
 
-Expected: not run by us yet, for want of calm cores.
-Time: not measured; quickstart takes about a minute on two CPU cores.
+Expected: a validation loss of 1.546 nats a byte with 246,240 parameters, 1.613 from the text
+alone; the teacher has 1.536 and 820,352 parameters (seed 0, Python 3.13's library).
+Time: 5 minutes of one CPU core each; quickstart takes as long.
 Command: make train EXP=quickstart, then make train EXP=distil
     make train EXP=distil ARGS="--objective.share=0 --name=distil_alone"
 """

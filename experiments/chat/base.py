@@ -7,7 +7,7 @@ Time: 29 minutes on two CPU cores beside other work.
 Command: make train EXP=chat/base
 """
 
-from experiments.chat._tasks import ExactByKind, Statements
+from experiments.chat._tasks import Statements
 from experiments.quickstart import experiment as quickstart
 from jaxformer.training import Experiment, Sample
 
@@ -21,6 +21,5 @@ experiment = Experiment(
     batch_size=16,
     precision="bfloat16",
     eval_every=500,
-    metrics=(ExactByKind(),),
     sample=Sample(prompt="17 + 25 =", tokens=60),
 )

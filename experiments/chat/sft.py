@@ -10,7 +10,7 @@ Then: make generate EXP=chat_sft ARGS=--chat
 from dataclasses import replace
 
 from experiments.chat._facts import SUMS_FIRST
-from experiments.chat._tasks import Talks
+from experiments.chat._tasks import ExactByKind, Talks
 from experiments.chat.base import experiment as base
 from jaxformer.training import AdamW, Cosine, Sample
 
@@ -23,5 +23,6 @@ experiment = replace(
     schedule=Cosine(warmup=20),
     steps=1400,
     eval_every=700,
+    metrics=(ExactByKind(),),
     sample=Sample(prompt="What is 17 + 25?", tokens=24),
 )
