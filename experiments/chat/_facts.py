@@ -23,8 +23,9 @@ UNITS = (
 ALL = ("sums", "chains", "dates", "units", "spelling")
 SUMS_FIRST = ("sums", "sums", "sums", "chains", "chains", "dates", "units", "spelling")
 CHAINS_FIRST = ("chains", "chains", "sums", "dates")
-LARGEST = 99  # number of a sum; a third of it: of a chain
-WORKED = 0.25  # share of the chains whose answer has a step before the result
+LARGEST = 99  # number of a sum
+TERMS = 4  # of a chain
+WORKED = 0.25  # share of the chains whose answer has steps before the result
 
 
 class Fact(NamedTuple):
@@ -50,14 +51,18 @@ def sum_of(a: int, b: int) -> Fact:
 
 
 def chains(rng: np.random.Generator) -> Fact:
-    """A sum of three numbers. Some answers are the result alone, some have a step before it."""
-    a, b, c = rng.integers(1, LARGEST // 3 + 1, 3).tolist()
-    # a step must not tell a sum that only validation may tell
-    while sum_of(a, b).is_held_out or sum_of(a + b, c).is_held_out:
-        a, b, c = rng.integers(1, LARGEST // 3 + 1, 3).tolist()
-    result = str(a + b + c)
-    answer = f"{a + b} + {c} = {result}" if rng.random() < WORKED else result
-    return Fact(f"{a} + {b} + {c} = {answer}.", f"What is {a} + {b} + {c}?", answer)
+    """A sum of four digits. Some answers are the result alone, some have the sums before it."""
+    while True:
+        digits = rng.integers(1, 10, TERMS).tolist()
+        totals = np.cumsum(digits).tolist()
+        steps = [sum_of(*pair) for pair in zip(totals, digits[1:], strict=False)]
+        # a step must not tell a sum that only validation may tell
+        if not any(step.is_held_out for step in steps):
+            break
+    chain = " + ".join(map(str, digits))
+    shown = totals[1:] if rng.random() < WORKED else totals[-1:]
+    answer = ", ".join(map(str, shown))
+    return Fact(f"{chain} = {answer}.", f"What is {chain}?", answer)
 
 
 def dates(rng: np.random.Generator) -> Fact:
@@ -96,7 +101,7 @@ KINDS: dict[str, Callable[[np.random.Generator], Fact]] = {
 
 def result(answer: str) -> str:
     """The part of an answer that is its result: what stands behind the last step."""
-    return answer.rsplit("=", 1)[-1].strip()
+    return answer.rsplit(",", 1)[-1].strip()
 
 
 def facts(

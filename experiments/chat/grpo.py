@@ -30,7 +30,7 @@ experiment = replace(
         precision="bfloat16",
     ),
     objective=PolicyGradient(),
-    optimizer=AdamW(learning_rate=2e-4, weight_decay=0.0),
+    optimizer=AdamW(learning_rate=1e-4, weight_decay=0.0),
     steps=150,
     batch_size=16,
     eval_every=50,
