@@ -74,7 +74,8 @@ class Addition:
             splits.append([self._pair(rng, size, held_out) for size in sizes.tolist()])
         tokenizer = tokenizers.Characters("+,0123456789=")
         one_a_row = pairs.Buckets((24,))  # an answer without steps fits into 24 tokens
-        return pairs.open_pairs(*splits, tokenizer, model, one_a_row, name="addition")
+        train, validation = splits
+        return pairs.open_pairs(train, validation, tokenizer, model, one_a_row, name="addition")
 
     def question(self, model: Any, tokenizer: Any, text: str) -> Question:
         return pairs.question(model, tokenizer, text)
