@@ -8,7 +8,7 @@ The sum follows. Without steps the answer is the sum alone. Numbers are written 
 Expected (seed 0): of 100 unseen sums each, with 1 to 6 digits, 100, 100, 100, 96, 87 and 45 % are
 right with steps, and 52, 65, 39, 18, 10 and 5 % without: 1000 sums teach the digits of a step, but
 not those of whole sums. With --data.examples=50000 --steps=800 they are 100 and 82 % at 6 digits.
-Time: two CPU minutes with steps, one and a half without.
+Time: 8 to 11 minutes each on two CPU cores beside much other work.
 Command: make train EXP=scratchpad
     make train EXP=scratchpad ARGS="--name=scratchpad_direct --data.answer=direct"
 Then: make generate EXP=scratchpad ARGS="--prompt 123456+654321"
