@@ -7,8 +7,9 @@ A perfect learner gives the value of a key that it saw, and else guesses among t
 did not see. With m keys seen it is right with probability m / 4 + (1 - m / 4) / (16 - m).
 `accuracy.png` in the run's folder draws the accuracy against the number of examples.
 
-Expected: not run to the end by us yet, for want of calm cores.
-Time: not measured.
+Expected: after 1, 2, 4, 8 and 16 examples 31, 29, 46, 63 and 64 % are right (seed 0); a perfect
+learner has 30, 47, 71, 91 and 99 %. The loss still falls at the last step: more steps bring more.
+Time: 8 minutes on two CPU cores beside much other work.
 Command: make train EXP=few_shot
 """
 

@@ -100,7 +100,8 @@ def error_by_examples(scored: Evaluation) -> dict[str, float]:
     errors = {name: ((p - batch["values"].T) ** 2).mean(axis=1) for name, p in methods.items()}
     if scored.folder is not None and jax.process_index() == 0:
         series = {name: (np.arange(POINTS), curve) for name, curve in errors.items()}
-        draw_figure = partial(figures.lines, series, xlabel="examples", ylabel="squared error")
+        labels = dict(xlabel="examples", ylabel="squared error", yscale="log")
+        draw_figure = partial(figures.lines, series, **labels)
         figures.save(draw_figure, scored.folder / "errors.png")
     return {name: float(curve[-1]) for name, curve in errors.items()}
 
