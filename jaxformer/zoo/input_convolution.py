@@ -22,7 +22,7 @@ from jaxformer.models.presets import sized
 from jaxformer.ops.einsum import add_bias, einsum
 from jaxformer.ops.feedforward import ACTIVATIONS
 from jaxformer.params import Tree, linear
-from jaxformer.zoo.disentangled import deberta_v3_base
+from jaxformer.zoo import disentangled
 from jaxformer.zoo.visible import hide, visibility
 
 
@@ -103,5 +103,7 @@ def beside_first(num_layers: int, convolution: PostNormConvolution) -> tuple[Cal
 
 # https://huggingface.co/microsoft/deberta-v2-xlarge and -xxlarge: the encoders, without heads
 _GELU = PostNormConvolution(activation="gelu")
-deberta_v2_xlarge = sized(deberta_v3_base, 24, 1536, 24, block=beside_first(24, _GELU))
-deberta_v2_xxlarge = sized(deberta_v3_base, 48, 1536, 24, block=beside_first(48, _GELU))
+deberta_v2_xlarge = sized(disentangled.deberta_v3_base, 24, 1536, 24, block=beside_first(24, _GELU))
+deberta_v2_xxlarge = sized(
+    disentangled.deberta_v3_base, 48, 1536, 24, block=beside_first(48, _GELU)
+)

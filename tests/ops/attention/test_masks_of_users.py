@@ -200,6 +200,8 @@ OTHERS = {
     "zoo.visible.segment_ids": lambda mask: zoo.visible.segment_ids(
         "test", mask, QUERY, KEY, VALUE
     ),
+    "zoo.transformer_xl.check_causal": lambda mask: zoo.transformer_xl.check_causal(mask),
+    "zoo.qk_clip.largest_scores": lambda mask: zoo.qk_clip.largest_scores(QUERY, KEY, mask),
     "zoo.longformer.attention": lambda mask: zoo.longformer.attention(
         QUERY, KEY, VALUE, QUERY, KEY, VALUE, window=2, global_tokens=1, mask=mask
     ),
