@@ -5,7 +5,7 @@ MCMLXXXIV. Without replay every example is a number. With replay a share of each
 again (Robins 1995, Catastrophic forgetting, rehearsal and pseudorehearsal). Scores are exact
 matches of 300 unseen dates and 300 unseen numbers, before and after.
 
-Expected: not run to the end by us yet, for want of calm cores.
+Expected: not run by us yet, for want of calm cores.
 Time: not measured.
 Command: make train EXP=dates, then make train EXP=continual
     make train EXP=continual ARGS="--name=continual_replay --data.replay=0.1"

@@ -6,8 +6,9 @@ regression. The token of y repeats x, so that no layer has to bring the two toge
 mean squares against w x, without noise, for 4096 unseen functions: of the decoder, of least squares
 and of ridge regression with the true variance. `errors.png` in the run's folder draws them.
 
-Expected: not run to the end by us yet, for want of calm cores.
-Time: not measured.
+Expected: after 8 examples an error of 0.50, 0.32 of least squares and 0.26 of ridge (seed 0). The
+loss still falls at the last step: more steps bring more.
+Time: 5 minutes on two CPU cores beside much other work.
 Command: make train EXP=in_context_regression
 """
 

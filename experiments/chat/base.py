@@ -3,7 +3,7 @@
 It learns the facts, not to answer: `chat/sft` begins with its parameters.
 Expected: a validation loss of 0.581 nats a byte (seed 0). Most of it is the random choice of
 each fact.
-Time: 12 minutes on two CPU cores beside other work.
+Time: 10 minutes on two CPU cores beside other work.
 Command: make train EXP=chat/base
 """
 
