@@ -51,11 +51,11 @@ def sum_of(a: int, b: int) -> Fact:
 
 
 def chains(rng: np.random.Generator) -> Fact:
-    """A sum of four digits. Some answers are the result alone, some have the sums before it."""
+    """A sum of `TERMS` digits. Some answers are the result alone, some have the sums before it."""
     while True:
         digits = rng.integers(1, 10, TERMS).tolist()
         totals = np.cumsum(digits).tolist()
-        steps = [sum_of(*pair) for pair in zip(totals, digits[1:], strict=False)]
+        steps = [sum_of(*pair) for pair in zip(totals[:-1], digits[1:], strict=True)]
         # a step must not tell a sum that only validation may tell
         if not any(step.is_held_out for step in steps):
             break

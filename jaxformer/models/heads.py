@@ -284,6 +284,12 @@ def language_model(config: ModelConfig) -> LanguageModel | None:
     return next((head for head in config.heads if isinstance(head, LanguageModel)), None)
 
 
+def tables(head: LanguageModel, params: Tree) -> tuple[Tree, Any]:
+    """(the parameters of a language model's head, the embedding's table) of a stack's `params`."""
+    own = params.get("heads", {}).get(head.name, {})
+    return own, params.get("embedding", {}).get("tokens")
+
+
 def continues_text(model: Any) -> bool:
     """Whether a model predicts the next token from earlier tokens; a masked LM does not."""
     has_head = isinstance(model, ModelConfig) and language_model(model) is not None

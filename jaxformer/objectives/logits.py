@@ -1,21 +1,41 @@
 """Numbers of each token that a model's logits give, without an array of all logits."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Integer
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.models import heads
-from jaxformer.ops.losses import chunk_length
+from jaxformer.ops.losses import chunk_length, cut_length
+from jaxformer.params import Tree
 from jaxformer.sharding import mesh_axes
 
 # (logits [B, t, V], labels [B, t]) -> an array [B, t], or a tree of such arrays
 OfLogits = Callable[[Array, Array], Any]
+
+
+class LanguageHead(NamedTuple):
+    """The language model of a model of this library."""
+
+    config: models.ModelConfig  # of the stack that it reads
+    head: models.LanguageModel
+    params: Tree  # of that stack
+
+
+def language_head(model: Any, params: Tree) -> LanguageHead:
+    """The language model of a config. Raises ConfigError for a config without one."""
+    config = models.last_stack(model)
+    head = heads.language_model(config)
+    if head is None:
+        raise ConfigError(
+            f"model.heads={config.heads}: this objective needs a LanguageModel among them"
+        )
+    of_stack = params if isinstance(model, models.ModelConfig) else params["decoder"]
+    return LanguageHead(config, head, of_stack)
 
 
 def of_logits(
@@ -34,16 +54,9 @@ def of_logits(
     """
     if not models.is_config(model):
         return function(models.apply(model, params, tokens, **inputs).logits, labels)
-    config = models.last_stack(model)
-    tree = params if isinstance(model, models.ModelConfig) else params["decoder"]
-    head = heads.language_model(config)
-    if head is None:
-        raise ConfigError(
-            f"model.heads={config.heads}: this objective needs a LanguageModel among them"
-        )
+    config, head, tree = language_head(model, params)
     hidden = models.encode(model, params, tokens, **inputs).hidden
-    own = tree.get("heads", {}).get(head.name, {})
-    table = tree.get("embedding", {}).get("tokens")
+    own, table = heads.tables(head, tree)
 
     def of_hidden(hidden, labels):
         return function(heads.logits(config, head, own, hidden, table), labels)
@@ -67,11 +80,8 @@ def over_chunks(
     if size >= T or mesh_axes("length", T):
         return of_chunk((hidden, labels))
 
-    def cut(x):
-        x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1)
-
     def join(x):
         return x.swapaxes(0, 1).reshape(B, -1)[:, :T]
 
-    return jax.tree.map(join, jax.lax.map(of_chunk, (cut(hidden), cut(labels))))
+    chunks = cut_length(hidden, size), cut_length(labels, size)
+    return jax.tree.map(join, jax.lax.map(of_chunk, chunks))

@@ -11,6 +11,7 @@ from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import FULL, prefix
 from jaxformer.models import heads
+from jaxformer.objectives.logits import language_head
 from jaxformer.objectives.objective import (
     Batch,
     StepContext,
@@ -58,13 +59,7 @@ class TokenCrossEntropy:
             output = models.apply(model, params, batch["tokens"], **inputs)
             return report(cross_entropy(output.logits, labels, weights, **options), output)
         output = models.encode(model, params, batch["tokens"], **inputs)
-        config = models.last_stack(model)
-        tree = params if isinstance(model, models.ModelConfig) else params["decoder"]
-        head = heads.language_model(config)
-        if head is None:
-            raise ConfigError(
-                f"model.heads={config.heads}: this objective needs a LanguageModel among them"
-            )
+        config, head, tree = language_head(model, params)
         sums = head_cross_entropy(config, head, tree, output.hidden, labels, weights, **options)
         return report(sums, output)
 
@@ -118,8 +113,7 @@ def head_cross_entropy(
 
     `params` are those of the stack.
     """
-    head_params = params.get("heads", {}).get(head.name, {})
-    table = params.get("embedding", {}).get("tokens")
+    head_params, table = heads.tables(head, params)
     hidden, kernel, bias = heads.unembedding(config, head, head_params, hidden, table)
     return projected_cross_entropy(
         hidden, kernel, labels, weights, bias=bias, softcap=config.logit_softcap, **options

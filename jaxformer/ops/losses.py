@@ -405,19 +405,21 @@ def chunk_length(B: int, T: int, V: int, chunk: int | None = None) -> int:
     return -(-T // count)
 
 
-def _chunks(options: _Options, tokens: _Tokens, head: _Head) -> _Tokens:
-    """Arrays `[chunks, B, chunk, ...]`, cut along T.
+def cut_length(x: Array, size: int) -> Array:
+    """`[B, T, ...]` as `[chunks, B, size, ...]`; the last chunk ends in zeros.
 
     So a batch that a mesh splits along B stays on its devices.
     """
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
+    return x.reshape(len(x), -1, size, *x.shape[2:]).swapaxes(0, 1)
+
+
+def _chunks(options: _Options, tokens: _Tokens, head: _Head) -> _Tokens:
+    """Arrays `[chunks, B, chunk, ...]`, cut along T."""
     B, T = tokens.labels.shape
     size = chunk_length(B, T, head.kernel.shape[0], options.chunk)
-
-    def cut(x):
-        x = jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(B, -1, size, *x.shape[2:]).swapaxes(0, 1)
 
     # The gradient of the head is a product with all hidden states, also those of weight 0, which
     # may be NaN. 0 * NaN is NaN.
     hidden = jnp.where(tokens.weights[..., None] == 0, 0, tokens.hidden)
-    return jax.tree.map(cut, tokens._replace(hidden=hidden))
+    return jax.tree.map(lambda x: cut_length(x, size), tokens._replace(hidden=hidden))
