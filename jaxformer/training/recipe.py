@@ -276,7 +276,8 @@ def checked(sums: Any) -> LossSums:
     Raises ConfigError for anything else.
     """
     if isinstance(sums, tuple) and len(sums) in (2, 3):
-        sums = LossSums(*sums)
+        loss, weight, metrics = sums if len(sums) == 3 else (*sums, None)
+        sums = LossSums(loss, weight, checked_metrics(metrics))
     if not isinstance(sums, LossSums):
         raise ConfigError(
             f"objective: returned {type(sums).__name__}; expected LossSums(loss, weight, metrics)"
