@@ -24,8 +24,8 @@ ALL = ("sums", "chains", "dates", "units", "spelling")
 SUMS_FIRST = ("sums", "sums", "sums", "chains", "chains", "dates", "units", "spelling")
 CHAINS_FIRST = ("chains", "chains", "sums", "dates")
 LARGEST = 99  # number of a sum
-TERMS = 4  # of a chain
-WORKED = 0.25  # share of the chains whose answer has steps before the result
+TERMS = 6  # of a chain
+WORKED = 0.35  # share of the chains whose answer has steps before the result
 
 
 class Fact(NamedTuple):

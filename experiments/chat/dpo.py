@@ -23,9 +23,9 @@ experiment = replace(
     initial="chat_sft",
     references={"reference": "chat_sft"},
     data=Choices(),
-    objective=Preference(DPO(beta=0.1), anchor=1.0),
+    objective=Preference(DPO(beta=0.5), anchor=1.0),
     optimizer=AdamW(learning_rate=5e-5, weight_decay=0.0),
-    steps=200,
+    steps=300,
     batch_size=16,
-    eval_every=100,
+    eval_every=150,
 )

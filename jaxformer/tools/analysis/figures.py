@@ -5,6 +5,7 @@ only when a picture is drawn, because the import takes half a second.
 """
 
 import io
+import itertools
 import re
 import textwrap
 import warnings
@@ -359,6 +360,25 @@ def scaling_law(law: Law, losses: Numbers, parameters: Numbers, tokens: Numbers)
     axes.set_title(f"best N grows as C^{ours:.2f} (Hoffmann et al.: {theirs:.2f})", fontsize=10)
     axes.legend(frameon=False, fontsize=7)
     return axes.figure
+
+
+def images(
+    pictures: np.ndarray, titles: Sequence[str] = (), columns: int = 8, size: float = 1.1
+) -> Any:
+    """Images [n, height, width, 1 or 3] from 0 to 1 in a grid, each below its title.
+
+    A column is `size` inches wide.
+    """
+    pictures = np.clip(np.asarray(pictures, np.float32), 0, 1)
+    ratio = pictures.shape[1] / pictures.shape[2]
+    all_axes = panels(len(pictures), columns, size, size * ratio + (0.15 if titles else 0.05))
+    for axes, picture, title in itertools.zip_longest(all_axes, pictures, titles, fillvalue=""):
+        axes.imshow(
+            picture if picture.shape[-1] == 3 else picture[..., 0], cmap="gray", vmin=0, vmax=1
+        )
+        axes.set_title(title, fontsize=7)
+        axes.set_axis_off()
+    return all_axes[0].figure
 
 
 def _axes(grid: bool = True, **labels: Any) -> Any:
