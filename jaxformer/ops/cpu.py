@@ -144,8 +144,11 @@ def _contraction_of_joined(batch_axes: int, a_axes: str, b_axes: str, out: str, 
 def few_lines(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> str | None:
     """The axis of a that counts its lines, if a has two to `FEW_LINES` lines of 32 bits or more.
 
-    A line is summed over with lines of b: the summed axes are the last ones of b. None otherwise.
+    The lines of b lie in memory one after another: the summed axes are the last ones of b. None
+    otherwise, and on a mesh, which may split the lines.
     """
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return None
     summed = [axis for axis in a_axes if axis not in out]
     lines = [axis for axis in a_axes if axis in out and axis not in b_axes]
     long = [axis for axis in lines if a.shape[a_axes.index(axis)] > 1]

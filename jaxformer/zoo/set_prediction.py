@@ -1,11 +1,12 @@
 """The loss of DETR: predictions and objects are matched one to one, whatever their order.
 
-A batch has, for each image, the objects in rows of equal length: `classes` [B, M], `boxes`
-[B, M, 4] and `is_object` [B, M], 0 for padding. A box is (x, y) of the centre, width and height, as
-fractions of the image. Carion et al. 2020, arXiv:2005.12872, section 3.1 and appendix A.2.
+A batch has `images` and, for each image, its objects in rows of equal length: `classes` [B, M],
+`boxes` [B, M, 4] and `is_object` [B, M], 0 for padding. `weights` [B] is 0 for an image that does
+not count. A box is (x, y) of the centre, width and height, as fractions of the image.
+Carion et al. 2020, arXiv:2005.12872, section 3.1 and appendix A.2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,9 +17,15 @@ from optax.assignment import hungarian_algorithm
 
 from jaxformer import models
 from jaxformer.errors import check_numbers
+from jaxformer.models import transformer
+from jaxformer.models.config import ModelConfig
+from jaxformer.models.norm import norm
 from jaxformer.objectives.objective import StepContext
 from jaxformer.ops.losses import LossSums
+from jaxformer.params import Tree
 from jaxformer.zoo.detr import object_numbers
+
+LAYERS = "decoder/layers/*/residual"  # the name of the streams after the decoder's layers
 
 
 def corners(boxes: Float[Array, "*rest 4"]) -> Float[Array, "*rest 4"]:
@@ -72,6 +79,12 @@ def match(
     return jax.vmap(of_image)(of_objects)
 
 
+def read_layer(decoder: ModelConfig, params: Tree, residual: Float[Array, "B Q D"]) -> Any:
+    """The outputs of the heads for the stream after a layer, behind the model's last norm."""
+    hidden = norm(decoder, params["final_norm"], residual)
+    return transformer.read(decoder, params, models.Output(None, hidden)).heads
+
+
 @dataclass(frozen=True)
 class SetPrediction:
     """(sum of w CE + box |b - b'|_1 + overlap (1 - GIoU(b, b'))) / number of objects.
@@ -80,30 +93,46 @@ class SetPrediction:
     -p(class) + box |b - b'|_1 - overlap GIoU. A query without an object should say "no object", the
     last class; w is 1 for objects, and `no_object` for these. Means over objects of the three terms
     are reported. Carion et al. 2020 divide the first term by the sum of w instead; `class_loss` is
-    that quotient.
+    that quotient. With `every_layer`, training adds the loss of each earlier layer of the decoder.
     """
 
     no_object: float = 0.1  # weight of the class "no object"
     box: float = 5.0  # weight of the distance of boxes
     overlap: float = 2.0  # weight of their overlap
+    every_layer: bool = True  # the heads read each layer of the decoder, not the last one alone
 
     def __post_init__(self):
         check_numbers("objective.", self, no_object=0, box=0, overlap=0)
 
     def __call__(self, model: Any, params: Any, batch: dict, context: StepContext) -> LossSums:
         images = batch["images"]
-        numbers = object_numbers(model, len(images))
         output = models.apply(
-            model, params, numbers, source=images, dropout_key=context.key, dtype=context.dtype
+            model,
+            params,
+            object_numbers(model, len(images)),
+            source=images,
+            intermediates=(LAYERS,) if self.every_layer else (),
+            dropout_key=context.key,
+            dtype=context.dtype,
         )
-        return self.of_predictions(output.heads["classes"], output.heads["boxes"], batch)
+        sums = self.of_predictions(output.heads["classes"], output.heads["boxes"], batch)
+        loss = sums.loss
+        if self.every_layer:
+            for residual in output.intermediates[LAYERS][:-1]:
+                heads = read_layer(model.decoder, params["decoder"], residual)
+                loss += self.of_predictions(heads["classes"], heads["boxes"], batch).loss
+        return replace(sums, loss=loss)
+
+    def evaluation(self) -> "SetPrediction":
+        return replace(self, every_layer=False)
 
     def of_predictions(
         self, logits: Float[Array, "B Q C"], boxes: Float[Array, "B Q 4"], batch: dict
     ) -> LossSums:
         """The sums of logits and boxes of all queries."""
         is_object = batch["is_object"]
-        weights = is_object.astype(logits.dtype)
+        of_image = batch["weights"].astype(logits.dtype)[:, None]
+        weights = is_object.astype(logits.dtype) * of_image
         queries = match(jax.lax.stop_gradient(self.cost(logits, boxes, batch)), is_object)
         found = jnp.take_along_axis(boxes, queries[..., None], axis=1)
         distance = (jnp.abs(found - batch["boxes"]).sum(axis=-1) * weights).sum()
@@ -113,7 +142,7 @@ class SetPrediction:
         # padding is written first to no query: `Q` is out of bounds and dropped
         places = jnp.where(is_object > 0, queries, Q)
         wanted = nothing.at[jnp.arange(B)[:, None], places].set(batch["classes"], mode="drop")
-        of_class = jnp.where(wanted == C - 1, self.no_object, 1.0)
+        of_class = jnp.where(wanted == C - 1, self.no_object, 1.0) * of_image
         log_probability = jnp.take_along_axis(
             jax.nn.log_softmax(logits), wanted[..., None], axis=-1
         )[..., 0]

@@ -1,13 +1,20 @@
 """DETR's matching and losses beside a second definition: NumPy in float64, and every matching."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxformer import models
 from jaxformer.errors import ConfigError
+from jaxformer.masks import full
+from jaxformer.models import EncoderDecoder, ModelConfig, Patches
+from jaxformer.models.config import AttentionPositions, Learned
+from jaxformer.objectives import StepContext
+from jaxformer.zoo.detr import Boxes, ObjectClasses, no_content
 from jaxformer.zoo.set_prediction import SetPrediction, generalised_iou, match
 
 B, Q, M, C = 4, 6, 3, 5  # the last class is "no object"
@@ -21,6 +28,7 @@ def predictions(seed):
         "classes": rng.integers(C - 1, size=(B, M)).astype(np.int32),
         "boxes": rng.uniform(0.05, 0.6, (B, M, 4)).astype(np.float32),
         "is_object": is_object.astype(np.float32),
+        "weights": np.float32([1, 1, 0, 1]),
     }
     logits = rng.standard_normal((B, Q, C)).astype(np.float32)
     boxes = rng.uniform(0.05, 0.6, (B, Q, 4)).astype(np.float32)
@@ -45,7 +53,7 @@ def expected(logits, boxes, batch, objective):
     logits, boxes, goal = (np.float64(x) for x in (logits, boxes, batch["boxes"]))
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     sums = np.zeros(5)
-    for b in range(B):
+    for b in np.flatnonzero(batch["weights"]):
         objects = np.flatnonzero(batch["is_object"][b])
         classes = np.asarray(batch["classes"][b])
 
@@ -90,8 +98,9 @@ def test_the_order_of_objects_and_what_padding_holds_change_nothing():
     batch["is_object"] = jnp.asarray([[1, 1, 0]] * B, jnp.float32)
     objective = SetPrediction()
     loss = lambda batch: objective.of_predictions(logits, boxes, batch).loss
-    swapped = jax.tree.map(lambda x: x[:, jnp.array([1, 0, 2])], batch)
-    np.testing.assert_allclose(loss(swapped), loss(batch), rtol=1e-6)
+    of_objects = {name: batch[name] for name in ("classes", "boxes", "is_object")}
+    swapped = jax.tree.map(lambda x: x[:, jnp.array([1, 0, 2])], of_objects)
+    np.testing.assert_allclose(loss(batch | swapped), loss(batch), rtol=1e-6)
     other = batch | {
         "classes": batch["classes"].at[:, 2].set(1),
         "boxes": batch["boxes"].at[:, 2].set(0.9),
@@ -121,6 +130,48 @@ def test_overlap_of_boxes():
     # they touch in a corner: no overlap, and the hull is twice as large as both
     other = jnp.array([0.7, 0.9, 0.2, 0.4])
     np.testing.assert_allclose(generalised_iou(box, other), -0.5, atol=1e-5)
+
+
+ENCODER = ModelConfig(
+    vocab_size=0,
+    num_layers=1,
+    d_model=16,
+    num_heads=2,
+    context_length=4,
+    embedding=Patches(image=(8, 8), patch=(4, 4), channels=1, class_token=False),
+    masks=(full(),),
+    heads=(),
+)
+DECODER = replace(
+    ENCODER,
+    num_layers=3,
+    context_length=Q,
+    positions=AttentionPositions(Learned()),
+    embedding=no_content,
+    heads=(ObjectClasses(C - 1), Boxes()),
+    tie_embeddings=False,
+    init_std=0.3,
+)
+
+
+def test_in_training_every_layer_of_the_decoder_is_read():
+    """The loss is the sum of those of the models that end after the first, second, third layer."""
+    whole = EncoderDecoder(ENCODER, DECODER, share_embeddings=False)
+    params = models.init(whole, jax.random.key(0))
+    _, _, batch = predictions(9)
+    batch |= {"images": jax.random.normal(jax.random.key(1), (B, 8, 8, 1))}
+    context = StepContext(None)
+    objective = SetPrediction()
+    alone = []
+    for count in (1, 2, 3):
+        model = replace(whole, decoder=replace(DECODER, num_layers=count))
+        layers = jax.tree.map(lambda x, count=count: x[:count], params["decoder"]["layers"])
+        cut = {**params, "decoder": {**params["decoder"], "layers": layers}}
+        alone.append(objective.evaluation()(model, cut, batch, context))
+    found = objective(whole, params, batch, context)
+    np.testing.assert_allclose(found.loss, sum(each.loss for each in alone), rtol=1e-5)
+    for name, sums in alone[-1].metrics.items():
+        np.testing.assert_allclose(found.metrics[name], sums, rtol=1e-6)
 
 
 def test_weights_below_zero_are_refused():

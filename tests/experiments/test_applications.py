@@ -1,0 +1,100 @@
+"""Applications, a few steps each: a killed run ends with the same bits, eight devices give the same
+losses, and every run ends with its scores and its picture."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments import detect_digits, diffuse_shapes
+from jaxformer import cli
+from jaxformer.data.batching import take_rows
+from jaxformer.errors import ConfigError
+from jaxformer.evaluation.detection import Objects, average_precision
+from tests.joints.harness import (
+    assert_resumes_to_the_same_bits,
+    assert_same_on_eight_devices,
+    run_of,
+)
+
+EXPERIMENTS = Path(diffuse_shapes.__file__).parent
+SMALL = "--steps=8 --batch-size=8 --schedule.warmup=1 --eval-every=8"
+# options of a small run, a score, the picture
+APPLICATIONS = {
+    "diffuse_shapes": ("--data.examples=64 --data.validation-examples=16", "right", "samples.png"),
+    "detect_digits": ("--data.examples=64 --data.validation-examples=16", "AP50", "boxes.png"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_it_survives_a_kill_and_runs_on_eight_devices(name, tmp_path):
+    options, score, picture = APPLICATIONS[name]
+    files = {name: (EXPERIMENTS / f"{name}.py").read_text(encoding="utf-8")}
+    options = [*SMALL.split(), *options.split()]
+    whole = assert_resumes_to_the_same_bits(files, tmp_path, *options)
+    assert_same_on_eight_devices(files, tmp_path, *options, whole=whole)
+    run = run_of(whole, name)
+    assert score in json.loads((run / "result.json").read_text())["validation"]
+    assert (run / picture).stat().st_size > 5000
+    with contextlib.chdir(whole):
+        assert cli.main(["evaluate", name]) == 0
+
+
+@pytest.mark.thorough
+def test_shapes_are_drawn_on_request(tmp_path, capsys):
+    options = [*SMALL.split(), "--data.examples=16", "--data.validation-examples=8", "--steps=2"]
+    assert cli.main(["train", "diffuse_shapes", "--runs", str(tmp_path), *options]) == 0
+    (run,) = tmp_path.glob("diffuse_shapes-*")
+    (run / "samples.png").unlink()
+    assert cli.main(["generate", str(run), "--prompt", "red ring"]) == 0
+    assert (run / "samples.png").exists() and "samples.png" in capsys.readouterr().out
+    assert cli.main(["generate", str(run), "--prompt", "a red ring"]) == 2
+    assert "expected one of red circle" in capsys.readouterr().err
+
+
+def test_a_drawn_shape_is_nearest_to_its_kind():
+    """What reads shape and colour off a sample is right for nearly all unseen images."""
+    unseen, labels = diffuse_shapes.draw((0, 1), 200)
+    new, new_labels = diffuse_shapes.draw((0, 2), 5000)
+    index, distance = diffuse_shapes.nearest(unseen, new)
+    assert (new_labels[index] == labels).all(axis=1).mean() > 0.97
+    every = np.linalg.norm((unseen[:5, None] - new[None]).reshape(5, len(new), -1), axis=2)
+    # squares in float32, of differences of sums near 100
+    np.testing.assert_allclose(distance[:5], every.min(axis=1), atol=0.02)
+    assert unseen.min() >= 0 and unseen.max() <= 1
+
+
+def test_the_boxes_of_scenes_hold_their_digits():
+    split = detect_digits.ScenesOfDigits(examples=40).open(None).train
+    batch = take_rows(split, np.arange(40))
+    counts = batch["is_object"].sum(axis=1)
+    assert set(counts.tolist()) == {1, 2, 3, 4}
+    for image, boxes, is_object in zip(
+        batch["images"], batch["boxes"], batch["is_object"], strict=True
+    ):
+        rest = image[:, :, 0].copy()
+        for x, y, width, height in 64 * boxes[is_object > 0]:
+            place = tuple(
+                slice(round(middle - size / 2), round(middle + size / 2))
+                for middle, size in ((y, height), (x, width))
+            )
+            assert rest[place].max() > 0.5
+            rest[place] = 0
+        assert rest.max() <= 0.2  # no ink outside of the boxes
+    assert (detect_digits.Scenes(split.digits, 3, 0)[1]["images"] == split[1]["images"]).all()
+
+
+def test_requests_that_are_none_of_ours_are_refused():
+    assert diffuse_shapes.read("cyan ring") == (3, 5)
+    with pytest.raises(ConfigError, match="expected one of red circle"):
+        diffuse_shapes.read("ring cyan")
+
+
+def test_a_detector_that_answers_all_eight_times_is_scored():
+    """Doubled answers cost precision where they are as sure."""
+    truth = [Objects(np.array([1, 2]), np.array([[0.2, 0.2, 0.2, 0.2], [0.7, 0.7, 0.2, 0.3]]))]
+    doubled = Objects(np.tile([1, 2], 4), np.tile(truth[0].boxes, (4, 1)), np.linspace(1, 0.3, 8))
+    assert average_precision([doubled], truth)["AP50"] == 1.0
