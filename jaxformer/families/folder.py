@@ -230,7 +230,8 @@ def _with_tokens(
             f"{folder}: tokens.pad={tokens.pad}; "
             f"the offset of model.positions makes it {offset - 1}"
         )
-    end = settings.get("eos_token_id")  # that a head of the model reads (CLIP)
+    heads = models.last_stack(checkpoint.config).heads
+    end = settings.get("eos_token_id") if heads else None  # that a head of the model reads (CLIP)
     if end is not None and tokens.eos not in ((), (end,)):
         raise ConfigError(
             f"{folder}: tokens.eos={tokens.eos}; the head of the model reads that of {end}"

@@ -10,7 +10,7 @@ import pytest
 
 from jaxformer import families, models
 from jaxformer.models import vision
-from jaxformer.zoo import clip
+from jaxformer.zoo import clip, dinov2
 from tests import golden
 
 TOLERANCE = 2e-5  # float32 on both sides: reference/models.md, section 1
@@ -70,3 +70,31 @@ def test_dinov2_at_another_resolution(size):
     ours = models.apply(config, tree, jnp.asarray(pixels.transpose(0, 2, 3, 1)))
     theirs = run(model, pixel_values=pixels)
     np.testing.assert_allclose(ours.hidden, theirs.last_hidden_state, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parity
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("applied", [True, False])
+def test_feature_maps_are_those_of_their_backbone(applied, tmp_path):
+    """And a folder of a backbone loads as the bare model."""
+    import transformers
+
+    kind = transformers.Dinov2Backbone
+    model = kind.from_pretrained(
+        golden.folder("dinov2"), out_indices=[0, 1, 2], apply_layernorm=applied
+    )
+    model.eval().save_pretrained(tmp_path)
+    checkpoint = families.load(tmp_path)
+    assert checkpoint.config.heads == ()
+    image, channels = checkpoint.config.embedding.image, checkpoint.config.embedding.channels
+    pixels = np.random.default_rng(0).normal(size=(2, channels, *image)).astype(np.float32)
+    theirs = run(model, pixel_values=pixels).feature_maps
+    ours = dinov2.feature_maps(
+        checkpoint.config,
+        checkpoint.params,
+        jnp.asarray(pixels.transpose(0, 2, 3, 1)),
+        (0, 1, 2),
+        with_norm=applied,
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other.permute(0, 2, 3, 1), rtol=0, atol=TOLERANCE)

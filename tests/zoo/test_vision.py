@@ -10,7 +10,7 @@ import pytest
 from jaxformer import masks, models
 from jaxformer.errors import ConfigError
 from jaxformer.models import Classification, ModelConfig, Patches
-from jaxformer.zoo import clip, distilled
+from jaxformer.zoo import clip, dinov2, distilled, layer_scale
 from jaxformer.zoo.clip import ImageFeatures, TextFeatures
 from jaxformer.zoo.dinov2 import ClassAndPatches
 from jaxformer.zoo.distilled import DistilledClassification
@@ -52,6 +52,41 @@ def test_a_layer_scale_of_zero_leaves_the_stream():
     np.testing.assert_allclose(output.hidden, expected.hidden, rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match="initial=-1"):
         LayerScale(-1.0)
+
+
+def test_stochastic_depth_drops_sublayers_of_examples_in_training_alone():
+    """A sub-layer adds 0, or 1 / (1 - rate) of its output; the mean over examples is its output."""
+    rate, examples = 0.25, 4000
+    block = LayerScale(1.0, rate)
+    config = replace(IMAGES, block=block)
+    y = jnp.ones((examples, 2, 3))
+    kept = np.asarray(layer_scale.drop_path(y, rate, jax.random.key(0)))
+    assert (kept == kept[:, :1, :1]).all()
+    assert set(np.unique(kept)) == {np.float32(0), np.float32(4 / 3)}
+    assert abs(kept.mean() - 1) < 5 * (rate / (1 - rate) / examples) ** 0.5  # 5 sigma
+    params, output = run(config, PIXELS)
+    assert models.evaluation(config) == replace(config, block=LayerScale(1.0))
+    plain = models.apply(models.evaluation(config), params, jnp.asarray(PIXELS))
+    np.testing.assert_array_equal(output.hidden, plain.hidden)
+    images = jnp.repeat(jnp.asarray(PIXELS[:1]), 64, axis=0)
+    trained = models.apply(config, params, images, dropout_key=jax.random.key(1)).hidden
+    # two sub-layers that are kept or not: four results
+    assert len(np.unique(np.asarray(trained[:, 1, 0]).round(4))) == 4
+    with pytest.raises(ConfigError, match="drop_path_rate=1"):
+        LayerScale(1.0, 1.0)
+
+
+def test_feature_maps_are_states_of_patches():
+    config = replace(IMAGES, num_layers=2, block=LayerScale(1.0))
+    params = models.init(config, jax.random.key(0))
+    first, last = dinov2.feature_maps(config, params, jnp.asarray(PIXELS), (0, 2))
+    assert first.shape == last.shape == (B, 2, 2, D)
+    hidden = models.apply(config, params, jnp.asarray(PIXELS)).hidden
+    np.testing.assert_allclose(last.reshape(B, 4, D), hidden[:, 2:], atol=1e-6)
+    with pytest.raises(ConfigError, match=r"stages=.3, -1.: a model of 2 layers has 0 to 2"):
+        dinov2.feature_maps(config, params, jnp.asarray(PIXELS), (3, 1, -1))
+    with pytest.raises(ConfigError, match=r"expected models\.Patches"):
+        dinov2.feature_maps(TEXT, params, jnp.asarray(PIXELS), (0,))
 
 
 def _twice(params):
