@@ -10,12 +10,13 @@ import pytest
 from jaxformer import masks, models
 from jaxformer.errors import ConfigError
 from jaxformer.models import Classification, ModelConfig, Patches
-from jaxformer.zoo import clip, dinov2, distilled, layer_scale
+from jaxformer.objectives import StepContext
+from jaxformer.zoo import clip, dinov2, distilled, layer_scale, masked_autoencoder
 from jaxformer.zoo.clip import ImageFeatures, TextFeatures
 from jaxformer.zoo.dinov2 import ClassAndPatches
 from jaxformer.zoo.distilled import DistilledClassification
 from jaxformer.zoo.layer_scale import LayerScale
-from jaxformer.zoo.masked_autoencoder import KeptPatches, PixelDecoder
+from jaxformer.zoo.masked_autoencoder import KeptPatches, MaskedPatches, PixelDecoder
 from jaxformer.zoo.siglip import AttentionPooling, LastPosition
 
 B, D = 2, 8
@@ -30,6 +31,7 @@ TEXT = ModelConfig(
     heads=(),
 )
 PATCHES = Patches((5, 4), (2, 2), 1, extra_tokens=1, unread=(1, 0))
+SQUARE = Patches((4, 4), (2, 2), 1)
 IMAGES = replace(TEXT, vocab_size=0, context_length=6, embedding=PATCHES, masks=(masks.full(),))
 TOKENS = np.random.default_rng(0).integers(4, 13, (B, 6))
 PIXELS = np.random.default_rng(0).normal(size=(B, 5, 4, 1)).astype(np.float32)
@@ -111,6 +113,64 @@ def test_classes_of_both_tokens_and_of_the_patches():
     np.testing.assert_allclose(
         output.heads["classification"], features @ tree["classification"]["kernel"], atol=1e-5
     )
+
+
+def test_only_hidden_patches_are_compared():
+    """And the scale and the mean of a normalised patch do not matter."""
+    rng = np.random.default_rng(0)
+    images, pixels = (rng.normal(size=(B, 4, 4, 1)) for _ in range(2))
+    pixels = pixels.reshape(B, 4, 4)
+    noise = jnp.asarray([[0.1, 0.9, 0.3, 0.7], [0.8, 0.2, 0.6, 0.4]])
+    hidden = np.array([[0, 1, 0, 1], [1, 0, 1, 0]])
+    encoder, plain = KeptPatches(SQUARE, 0.5), PixelDecoder(D, 1, 2, 8)
+
+    def errors(decoder, images, pixels):
+        return masked_autoencoder.errors_of_images(encoder, decoder, images, pixels, noise)
+
+    target = images.reshape(B, 2, 2, 2, 2).swapaxes(2, 3).reshape(B, 4, 4)
+    expected = (np.square(pixels - target).mean(-1) * hidden).sum(1) / 2
+    images, pixels = jnp.asarray(images, jnp.float32), jnp.asarray(pixels, jnp.float32)
+    np.testing.assert_allclose(errors(plain, images, pixels), expected, rtol=1e-5)
+    gradient = jax.grad(lambda pixels: errors(plain, images, pixels).sum())(pixels)
+    np.testing.assert_array_equal(np.any(gradient != 0, axis=-1), hidden)
+    normalised = replace(plain, normalised=True)
+    moved = errors(normalised, 50 * images + 3, pixels)
+    np.testing.assert_allclose(moved, errors(normalised, images, pixels), rtol=1e-4)
+    assert not np.allclose(moved, errors(plain, images, pixels))
+
+
+def test_the_objective_of_a_masked_autoencoder():
+    """A row of weight 0 does not count, and the key chooses the patches."""
+    objective, decoder = MaskedPatches(), PixelDecoder(D, 1, 2, 8)
+    config = replace(IMAGES, embedding=KeptPatches(SQUARE, 0.5), context_length=3, positions=None)
+    config = replace(config, heads=(decoder,))
+    params = models.init(config, jax.random.key(0))
+    images = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4, 4, 1)), jnp.float32)
+    batch = {"images": images, "weights": jnp.asarray([1.0, 1.0, 0.0])}
+    batch["images"] = images.at[2].set(jnp.nan)
+    noise = jax.random.uniform(jax.random.key(5), (3, 4))
+    given = batch | {"inputs": {"noise": noise}}
+    sums = objective(config, params, given, StepContext(jax.random.key(1)))
+    pixels = models.apply(config, params, images, inputs={"noise": noise}).logits
+    of_images = masked_autoencoder.errors_of_images(
+        config.embedding, decoder, images, pixels, noise
+    )
+    np.testing.assert_allclose(sums.loss, of_images[:2].sum(), rtol=1e-5)
+    assert sums.weight == 2 and sums.unit == "images"
+    losses = [
+        float(objective(config, params, batch, StepContext(jax.random.key(i))).loss)
+        for i in (1, 1, 2)
+    ]
+    assert losses[0] == losses[1] != losses[2]
+    assert set(objective.example(config, batch)) == {"images", "weights", "inputs"}
+    for wrong in (
+        replace(config, heads=()),
+        IMAGES,
+        replace(config, embedding=KeptPatches(SQUARE, 0.0)),
+    ):
+        with pytest.raises(ConfigError, match="objective: MaskedPatches") as caught:
+            objective(wrong, params, batch, StepContext(jax.random.key(0)))
+        assert "\n" not in str(caught.value)
 
 
 def test_features_of_a_text_are_those_of_its_first_end():
