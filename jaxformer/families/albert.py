@@ -14,6 +14,7 @@ from jaxformer.families.classes import (
     class_kind,
     count_labels,
     heads_by_class,
+    without_absent,
     write_heads,
     write_labels,
 )
@@ -59,15 +60,13 @@ def _read(c: Json, names: Collection[str]) -> ModelConfig:
     groups = get(c, "num_hidden_groups", 1)
     kind = class_kind(c, NAME, KINDS)
     heads = _heads(count_labels(c), Projection(fields["feedforward"], width))[kind]
-    if kind == "Model" and names and not any("pooler." in name for name in names):
-        heads = ()
     return ModelConfig(
         **fields | {"num_layers": groups * get(c, "inner_group_num", 1)},
         block=post_norm,
         masks=(full(),),
         stack=Repeated(_times(fields["num_layers"], groups)),
         embedding=Factorised(width, get(c, "type_vocab_size", 2)),
-        heads=heads,
+        heads=without_absent(heads, names, "pooler."),
     )
 
 

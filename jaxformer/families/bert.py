@@ -6,7 +6,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxformer.errors import ConfigError
-from jaxformer.families.classes import POOLED, class_kind, count_labels, heads_by_class, write_heads
+from jaxformer.families.classes import (
+    POOLED,
+    class_kind,
+    count_labels,
+    heads_by_class,
+    without_absent,
+    write_heads,
+)
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.settings import (
     ACTIVATION,
@@ -98,9 +105,8 @@ def _read(family: Encoder, c: Json, names: Collection[str]) -> ModelConfig:
     sequence = Classification(count_labels(c), pool="position_0", pooler=pooler_act)
     language_model = LanguageModel(family.lm_act or act, bias=True)
     heads = heads_by_class([kind], sequence, language_model, (POOLED,))[kind]
+    heads = without_absent(heads, names, "pooler.")
     has_pooler = any("pooler." in name for name in names)
-    if kind == "Model" and names and not has_pooler:
-        heads = ()
     pooled = any(isinstance(head, Classification) for head in heads)
     # in a causal model, position 0 sees no token if it is padding: transformers gives NaN
     if c.get("is_decoder") and (pooled or mixer is not None):

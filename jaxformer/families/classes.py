@@ -53,6 +53,15 @@ def read_heads(c: Json, prefix: str, kinds: dict[str, tuple]) -> tuple:
     return kinds[class_kind(c, prefix, kinds)]
 
 
+def without_absent(heads: tuple, names: Collection[str], module: str) -> tuple:
+    """The heads of a bare model; () if the file has no tensor of their `module`, such as a pooler.
+
+    A model with `heads=()` is saved so. No names: there is no file.
+    """
+    is_absent = names and not any(module in name for name in names)
+    return () if is_absent and heads and heads[0].name == "pooled" else heads
+
+
 def write_heads(heads: tuple, prefix: str, kinds: dict[str, tuple]) -> Json:
     """The class and the labels for config.json.
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from jaxformer.errors import ConfigError
-from jaxformer.families.classes import class_kind, write_heads
+from jaxformer.families.classes import class_kind, without_absent, write_heads
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.settings import (
     ACTIVATION,
@@ -72,8 +72,8 @@ def _classes(head: Any) -> dict[str, tuple]:
 
 
 def _write_head(config: Any, prefix: str) -> Json:
-    head = config.heads[0]
-    c = {"projection_dim": head.width} if head.width else {}
+    width = config.heads[0].width if config.heads else None
+    c = {"projection_dim": width} if width else {}
     return c | write_heads(config.heads, prefix, _classes(ImageFeatures()))
 
 
@@ -87,7 +87,7 @@ def _read_vision(c: Json, names: Collection[str]) -> ModelConfig:
         masks=(full(),),
         use_bias=NO_PATCHES,
         embedding=patches,
-        heads=(ImageFeatures(width, name),),
+        heads=without_absent((ImageFeatures(width, name),), names, "post_layernorm."),
         **read_fields(c, VISION),
     )
 
@@ -113,7 +113,7 @@ def _read_text(c: Json, names: Collection[str]) -> ModelConfig:
 
 
 def _write_text(config: Any) -> Json:
-    end = config.heads[0].end
+    end = config.heads[0].end if config.heads else None
     c = write_tower(config, TEXT) | {"eos_token_id": ANY_END if end is None else end}
     return c | _write_head(config, "CLIPText")
 

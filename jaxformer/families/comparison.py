@@ -55,6 +55,7 @@ def fields_with_effect(config: Config) -> dict[str, Any]:
         "tie_embeddings": config.tie_embeddings or not config.heads,
         "attention_scale": config.score_scale or config.head_size**-0.5,
         "mup": config.tie_embeddings and isinstance(config.init_std, models.MuP),  # divides logits
+        "block": models.evaluation(config).block,  # without stochastic depth
         "mixer": shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
     }
     return {name: value for name, value in fields.items() if name not in WITHOUT_EFFECT}

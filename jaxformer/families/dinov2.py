@@ -33,7 +33,11 @@ RATIOS = range(1, 33)  # that are tried for a gated feed-forward's width
 
 def _heads(c: Json) -> dict[str, tuple]:
     """Heads by the end of the class name."""
-    return {"Model": (POOLED,), "ForImageClassification": (ClassAndPatches(count_labels(c)),)}
+    return {
+        "Model": (POOLED,),
+        "ForImageClassification": (ClassAndPatches(count_labels(c)),),
+        "Backbone": (),  # `zoo.dinov2.feature_maps` has its outputs
+    }
 
 
 def gated_width(d_model: int, ratio: int) -> int:
@@ -57,7 +61,7 @@ def _read(c: Json, names: Collection[str]) -> ModelConfig:
     return ModelConfig(
         vocab_size=0,
         context_length=patches.length,
-        block=LayerScale(get(c, "layerscale_value", 1.0)),
+        block=LayerScale(get(c, "layerscale_value", 1.0), get(c, "drop_path_rate", 0.0)),
         masks=(full(),),
         embedding=patches,
         heads=read_heads(c, NAME, _heads(c)),
@@ -80,6 +84,7 @@ def _write(config: Any) -> Json:
         "mlp_ratio": widths[config.ff_width],
         "use_swiglu_ffn": is_gated,
         "layerscale_value": config.block.initial,
+        "drop_path_rate": config.block.drop_path_rate,
         "qkv_bias": config.has_bias("query"),
         "use_mask_token": config.embedding.mask_token,
     }

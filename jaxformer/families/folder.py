@@ -1,5 +1,6 @@
 """Reads a checkpoint from a Hugging Face folder, and writes one."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,10 +29,13 @@ from jaxformer.families.tokens import (
     token_filters,
     written_tokens,
 )
-from jaxformer.families.unread import Recorded, check_unread
+from jaxformer.families.unread import Recorded, check_unread, unread_dropouts
 from jaxformer.families.weights import read_weights
 from jaxformer.interop import safetensors
+from jaxformer.interop.safetensors import list_names
 from jaxformer.params import paths
+
+log = logging.getLogger("jaxformer")
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,13 @@ def _read_settings(file: safetensors.Files, family: Family) -> Checkpoint:
         config = family.read(settings, file.names)
         if any(family is known for known in FAMILIES.values()):
             check_unread(settings)
+            if dropouts := unread_dropouts(settings):
+                log.warning(
+                    "%s: config.json has %s, which are not read: answers are the same, and "
+                    "training has only model.dropout_rate and model.attention_dropout_rate",
+                    file.folder,
+                    list_names((f"{name}={rate}" for name, rate in dropouts.items()), str),
+                )
         tokens = read_tokens(file.generation, file.config)
         labels = read_labels(file.config)
     except ConfigError as error:
@@ -230,7 +241,8 @@ def _with_tokens(
             f"{folder}: tokens.pad={tokens.pad}; "
             f"the offset of model.positions makes it {offset - 1}"
         )
-    end = settings.get("eos_token_id")  # that a head of the model reads (CLIP)
+    heads = models.last_stack(checkpoint.config).heads
+    end = settings.get("eos_token_id") if heads else None  # that a head of the model reads (CLIP)
     if end is not None and tokens.eos not in ((), (end,)):
         raise ConfigError(
             f"{folder}: tokens.eos={tokens.eos}; the head of the model reads that of {end}"

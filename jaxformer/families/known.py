@@ -50,6 +50,7 @@ from jaxformer.families.comparison import fields_with_effect
 from jaxformer.families.family import Family, plan
 from jaxformer.families.tied_head import Config, with_stack
 from jaxformer.interop.safetensors import list_names
+from jaxformer.params import paths
 
 # the known families, in the order in which `save` tries them
 KNOWN = (
@@ -87,6 +88,7 @@ def write_settings(config: Config, model_type: str | None, families: Mapping[str
             continue
         if family.tied_without_head:  # `load` reads from the weights whether it is tied
             copy = with_stack(copy, tie_embeddings=models.last_stack(config).tie_embeddings)
+        copy = _without_free_heads(copy, config)
         fields, read = fields_with_effect(config), fields_with_effect(copy)
         differences = [
             name for name in fields | read if fields.get(name, ...) != read.get(name, ...)
@@ -100,3 +102,13 @@ def write_settings(config: Config, model_type: str | None, families: Mapping[str
             "give model_type to see why"
         )
     raise ConfigError(f"model_type={model_type!r}: {reason}")
+
+
+def _without_free_heads(copy: Config, config: Config) -> Config:
+    """The copy, bare like `config` if no tensor belongs to its heads.
+
+    Such are the class token of DINOv2 and the end of a text of CLIP: a file cannot leave them out.
+    """
+    bare = with_stack(copy, heads=())
+    of_heads = paths(models.spec(copy)).keys() - paths(models.spec(bare)).keys()
+    return copy if of_heads or models.last_stack(config).heads else bare

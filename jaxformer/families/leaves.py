@@ -1,6 +1,6 @@
 """Parameters that are filled part by part, while a folder is read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,8 +10,10 @@ import numpy as np
 from jax.sharding import Sharding
 
 # A leaf of at most this many bytes is put together on the host, in one transfer and without a
-# compilation. A larger leaf is put together on its devices: the host then holds one part of it.
+# compilation. A larger leaf is put together on its devices: the host then holds one part of it, and
+# copies of at most this many bytes of the part, in our layout, on their way to a device.
 HOST_BYTES = 1 << 28
+COPY_BYTES = 1 << 26
 
 
 class OnHost(NamedTuple):
@@ -76,11 +78,26 @@ def _filled(piece: Piece, index: tuple[int, ...], values: np.ndarray) -> Piece:
     if not all(first <= i < last for i, (first, last) in zip(index, bounds[:n], strict=True)):
         return piece
     part = values[tuple(slice(*each) for each in bounds[n:])][(None,) * n]
-    place = np.zeros(len(bounds), np.int32)
+    axis = min(n, part.ndim - 1)
+    place = np.zeros(part.ndim, np.int32)
     place[:n] = np.subtract(index, piece.start[:n])
-    on_device = jax.device_put((part.astype(piece.on_device.dtype), place), piece.on_device.device)
-    # the host would keep the parts of unfinished copies
-    return piece._replace(on_device=jax.block_until_ready(_put(piece.on_device, *on_device)))
+    leaf = piece.on_device
+    for first, copy in _copies(part, axis, leaf.dtype):
+        here = place.copy()  # the CPU's device may read it where it is
+        here[axis] += first
+        on_device = jax.device_put((copy, here), leaf.device)
+        # the host would keep the copies of unfinished transfers
+        leaf = jax.block_until_ready(_put(leaf, *on_device))
+    return piece._replace(on_device=leaf)
+
+
+def _copies(part: np.ndarray, axis: int, dtype: Any) -> Iterator[tuple[int, np.ndarray]]:
+    """(first index along the axis, copy) of slices of the part, each of at most COPY_BYTES."""
+    size = part.shape[axis]
+    width = max(1, COPY_BYTES * size // max(part.size * dtype.itemsize, 1))
+    for first in range(0, size, width):
+        some = (slice(None),) * axis + (slice(first, first + width),)
+        yield first, np.array(part[some], dtype, order="C")
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -6,7 +6,7 @@ They stand in folders of their own, or are the parts `vision` and `text` of a wh
 from collections.abc import Collection
 from typing import Any
 
-from jaxformer.families.classes import read_heads, write_heads
+from jaxformer.families.classes import read_heads, without_absent, write_heads
 from jaxformer.families.clip import (
     text_fields,
     text_rules,
@@ -52,13 +52,14 @@ def _read_text(c: Json, names: Collection[str]) -> ModelConfig:
     kinds: dict[str, tuple] = {"Model": (LastPosition(width),)}
     return ModelConfig(
         masks=(full(),),
-        heads=read_heads(c, "SiglipText", kinds),
+        heads=without_absent(read_heads(c, "SiglipText", kinds), names, "head."),
         **fields,
     )
 
 
 def _write_text(config: Any) -> Json:
-    c = write_tower(config, TEXT) | {"projection_size": config.heads[0].width or config.d_model}
+    width = config.heads[0].width if config.heads else None
+    c = write_tower(config, TEXT) | {"projection_size": width or config.d_model}
     return c | write_heads(config.heads, "SiglipText", {"Model": config.heads})
 
 

@@ -74,7 +74,7 @@ ROWS = (
     Row(
         "dinov2",
         "DINOv2, without registers",
-        "its backbone class; images that are not square: `vision.resize`; no stochastic depth",
+        "images that are not square: `vision.resize`",
     ),
     Row(
         "clip_vision_model clip_text_model",

@@ -4,6 +4,7 @@ Somebody may edit `model_type` to a relative's. Then the relative would ignore w
 family reads, and compute other numbers without a word.
 """
 
+import re
 import reprlib
 from typing import Any
 
@@ -86,3 +87,22 @@ def check_unread(config: Recorded) -> None:
             f"model_type={kind!r} does not read it; is this model_type right? "
             f"If it is, delete the entry"
         )
+
+
+DROPOUTS = re.compile(r"(dropout|dropout_prob|dropout_rate|pdrop|layerdrop|drop_path_rate)$")
+OF_HEADS = re.compile(r"classif|^qa_|^summary_")  # a head's own dropout; ours have none
+# `model.dropout_rate` acts on the embedding, too
+OF_EMBEDDING = ("embd_pdrop", "embed_dropout", "embedding_dropout")
+
+
+def unread_dropouts(config: Recorded) -> dict[str, Any]:
+    """The dropouts that are not 0 and that were not read. They change training, but no answer."""
+    dropouts = {name: rate for name, rate in config.items() if DROPOUTS.search(name) and rate}
+    rates = [rate for name, rate in dropouts.items() if name in config.read]
+    return {
+        name: rate
+        for name, rate in dropouts.items()
+        if name not in config.read
+        and not OF_HEADS.search(name)
+        and not (name in OF_EMBEDDING and rate in rates)
+    }

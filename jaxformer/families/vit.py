@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxformer.errors import ConfigError
 from jaxformer.families.bert import FIELDS, NO_QKV, QKV
-from jaxformer.families.classes import count_labels, read_heads, write_heads
+from jaxformer.families.classes import count_labels, read_heads, without_absent, write_heads
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.settings import ACTIVATION, Json, Key, get, read_fields, write_fields
 from jaxformer.masks import full
@@ -102,8 +102,7 @@ def _read(model: Vit, c: Json, names: Collection[str]) -> ModelConfig:
             f"config.json: image_size={c.get('image_size')}: "
             f"{model.name}ForMaskedImageModeling needs a square grid"
         )
-    if heads[0].name == "pooled" and names and not any("pooler." in name for name in names):
-        heads = ()
+    heads = without_absent(heads, names, "pooler.")
     return ModelConfig(
         vocab_size=0,
         context_length=patches.length,

@@ -58,9 +58,9 @@ def _read_leaves(
     to_read = Counter(part.path for tensor in tensors.values() for part in tensor.parts)
     unfinished: dict[str, OnHost | OnDevices] = {}
     params: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        if not tensor.parts:
-            continue
+    with_parts = [(name, tensor) for name, tensor in tensors.items() if tensor.parts]
+    # leaf by leaf: the leaves of a pattern of layers would all be unfinished, layer after layer
+    for name, tensor in sorted(with_parts, key=lambda item: item[1].parts[0].path):
         array = file.read(name)
         safetensors.check_finite(name, array)
         for part, values in zip(tensor.parts, tensor.ours(array), strict=True):

@@ -34,6 +34,8 @@ GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 AGAIN = "download or convert it again"
+# numbers that are checked at a time: their flags would be a quarter or a half of a large tensor
+PIECE = 1 << 24
 
 DTYPES: dict[str, np.dtype] = {
     code: np.dtype(scalar)
@@ -112,7 +114,9 @@ def open_checkpoint(path_or_name: str | Path, revision: str | None = None) -> Fi
 
 def check_finite(name: str, array: np.ndarray) -> None:
     """Raises ConfigError if a value is NaN or infinite."""
-    if bad := array.size - np.count_nonzero(np.isfinite(array)):
+    numbers = array.reshape(-1)
+    pieces = (numbers[first : first + PIECE] for first in range(0, array.size, PIECE))
+    if bad := array.size - sum(np.count_nonzero(np.isfinite(piece)) for piece in pieces):
         problem = f"tensor {_display(name)}: {bad:,} of {array.size:,} values are NaN or infinite"
         raise ConfigError(
             f"{problem}: damaged weights, or a training that diverged; "

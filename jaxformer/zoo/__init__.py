@@ -45,6 +45,7 @@ OFFERED = {
     "TextFeatures": "clip",
     "KeptPatches": "masked_autoencoder",
     "PixelDecoder": "masked_autoencoder",
+    "MaskedPatches": "masked_autoencoder",
     "AttentionPooling": "siglip",
     "LastPosition": "siglip",
     "Factorised": "albert",

@@ -4,6 +4,7 @@ Oquab et al. 2023, arXiv:2304.07193. The weights were trained on images of 518 p
 images, `models.vision.resize` interpolates the table of positions as the authors' code does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -11,12 +12,13 @@ from jax import Array
 from jax.nn.initializers import normal
 from jaxtyping import Float
 
-from jaxformer import params
+from jaxformer import models, params
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import full
 from jaxformer.models.config import Classification, ModelConfig, Patches
 from jaxformer.models.heads import Head, pool
 from jaxformer.models.layer import linear
+from jaxformer.models.norm import norm
 from jaxformer.models.presets import sized
 from jaxformer.params import Tree
 from jaxformer.zoo.layer_scale import LayerScale
@@ -53,6 +55,37 @@ class ClassAndPatches:
             return linear("bd,dc->bc", features, params, wide)
 
         return Head(self.name, spec, apply)
+
+
+def feature_maps(
+    config: ModelConfig,
+    weights: Tree,
+    images: Float[Array, "B height width C"],
+    stages: Sequence[int],
+    *,
+    with_norm: bool = True,
+) -> list[Float[Array, "B down across D"]]:
+    """The states of the patches after each of `stages` layers, on their grid, under the last norm.
+
+    Stage 0 is the embedding, and stage L is after the last layer. transformers' Dinov2Backbone
+    gives [B, D, down, across]; its `apply_layernorm` is `with_norm`. Raises ConfigError for a stage
+    that the model does not have, and for a model of tokens.
+    """
+    patches = config.embedding
+    if not isinstance(patches, Patches):
+        raise ConfigError(f"feature_maps: model.embedding={patches}: expected models.Patches(...)")
+    L = config.num_layers
+    if wrong := [stage for stage in stages if not 0 <= stage <= L]:
+        raise ConfigError(f"feature_maps: stages={wrong}: a model of {L} layers has 0 to {L}")
+    names = [f"layers/{stage - 1}/residual" if stage else "embedding" for stage in stages]
+    output = models.encode(config, weights, images, intermediates=tuple(names))
+    maps = []
+    for name in names:
+        x = output.intermediates[name]
+        x = norm(config, weights["final_norm"], x) if with_norm else x
+        x = x[:, patches.first_patch :]
+        maps.append(x.reshape(len(x), *patches.grid, config.d_model))
+    return maps
 
 
 # Oquab et al. 2023, table 17: the published backbones; `pooled` is the class token

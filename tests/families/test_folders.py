@@ -81,6 +81,27 @@ def test_a_file_of_a_variant_is_read_when_it_is_alone(tmp_path, caplog):
     assert any("model.fp16.safetensors is read" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize(
+    "name, entries, said",
+    [
+        ("modernbert_mlm", {"mlp_dropout": 0.1}, "mlp_dropout=0.1"),
+        ("modernbert_mlm", {"mlp_dropout": 0.0, "attention_dropout": 0.2}, None),
+        ("bart", {"activation_dropout": 0.1, "classifier_dropout": 0.3}, "activation_dropout=0.1,"),
+        ("gpt2", {"embd_pdrop": 0.1, "resid_pdrop": 0.1}, None),
+        ("gpt2", {"embd_pdrop": 0.3, "resid_pdrop": 0.1}, "embd_pdrop=0.3"),
+    ],
+)
+def test_a_dropout_that_is_not_read_is_said(name, entries, said, tmp_path, caplog):
+    """No answer changes with it, but the training that was meant does."""
+    folder = tmp_path / name
+    runs.write(folder, golden.config(name) | entries, runs.tensors(golden.folder(name)))
+    with caplog.at_level(logging.WARNING, "jaxformer"):
+        families.read_config(folder)
+    lines = [line for line in caplog.messages if "not read" in line]
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
+
+
 def test_an_index_may_list_a_head_that_no_file_has(tmp_path, caplog):
     """Writers list the tied head although it is stored once, as the embedding."""
     name = "llama_gqa"

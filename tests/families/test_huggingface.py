@@ -1104,28 +1104,28 @@ def number_means_something(key: str) -> bool:
 
 
 PEAK = """
-import os, sys, resource
+import math, os, sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 import jax, jax.numpy as jnp
 from jaxformer import models
 from jaxformer import families
-from jaxformer.families import Checkpoint, Tokens
+from jaxformer.interop.safetensors import open_checkpoint
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
 
+sizes = {
+    "layers": dict(vocab_size=16_000, num_layers=8, d_model=1024, num_heads=16, d_ff=4096),
+    "table": dict(vocab_size=160_000, num_layers=2, d_model=512, num_heads=8, d_ff=256),
+}
 config = ModelConfig(
-    vocab_size=16_000,
-    num_layers=8,
-    d_model=1024,
-    num_heads=16,
+    **sizes[sys.argv[3]],
     context_length=512,
-    d_ff=4096,
     feedforward="swiglu",
     norm="rms_norm",
     positions=Rope(),
     use_bias=False,
-    tie_embeddings=False,
+    tie_embeddings=sys.argv[3] == "table",
 )
 leaves = jax.tree.leaves(models.spec(config))
 if sys.argv[1] == "write":
@@ -1140,21 +1140,23 @@ else:
     params = families.load(sys.argv[2]).params
     jax.block_until_ready(params)
     peak = status("VmHWM") - before
-    tensors = [
-        leaf.nbytes // (8 if leaf.ndim > 2 or leaf.shape[0] == 8 else 1)
-        for leaf in jax.tree.leaves(params)
-    ]
-    print(peak, sum(leaf.nbytes for leaf in jax.tree.leaves(params)), max(tensors))
+    names = open_checkpoint(sys.argv[2]).names.values()
+    largest = max(4 * math.prod(shape) for shape, _ in names)
+    print(peak, sum(leaf.nbytes for leaf in jax.tree.leaves(params)), largest)
 """
 
 
 @pytest.mark.slow
-def test_the_host_never_holds_the_model_twice(tmp_path):
-    """Peak of resident memory while loading some 670 MB: the parameters and, at most, the one whose
-    tensors are being read."""
+@pytest.mark.parametrize("model", ["layers", "table"])
+def test_the_host_holds_one_tensor_beside_the_parameters(model, tmp_path):
+    """Peak of resident memory while loading some 670 or 330 MB.
+
+    The CPU's parameters are in this memory, too, so they are subtracted. A leaf of the first model
+    is put together on the host, and the table of the second on its device: `leaves.HOST_BYTES`.
+    """
 
     def run(what):
-        command = [sys.executable, "-c", PEAK, what, str(tmp_path / "model")]
+        command = [sys.executable, "-c", PEAK, what, str(tmp_path / "model"), model]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -1165,8 +1167,11 @@ def test_the_host_never_holds_the_model_twice(tmp_path):
         f"peak {peak / 1e6:.0f} MB for {whole / 1e6:.0f} MB of parameters, the largest "
         f"tensor {largest / 1e6:.0f} MB"
     )
-    assert whole > 6e8
-    assert peak < whole + 1.2 * largest + 150e6  # the compiler's own
+    assert whole > 3.2e8
+    # A complete leaf of 134 MB is copied to its device. Of a large tensor, 67 MB at a time are
+    # copied to our layout and then to the device.
+    copies = 134e6
+    assert peak < whole + largest + copies + 150e6  # the compiler's and the allocator's own
 
 
 # Mistakes

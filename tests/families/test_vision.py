@@ -183,3 +183,37 @@ def test_a_teachers_heads_beside_the_class_of_a_file_are_left_out(caplog):
     assert bare.config.heads == () and "heads" not in bare.params
     assert "distillation_classifier" in caplog.text
     assert bare.config.embedding.extra_tokens == 1
+
+
+BARE = (
+    "clip_text",
+    "clip_text_projection",
+    "clip_vision",
+    "dinov2",
+    "dinov2_swiglu",
+    "siglip_text",
+)
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_model_without_heads_is_saved(name, tmp_path):
+    """It reads back as the bare class; a head without tensors is there again."""
+    bare = families.load(golden.folder(name), heads=())
+    families.save(tmp_path / "bare", bare)
+    again = families.load(tmp_path / "bare")
+    assert "heads" not in again.params
+    jax.tree.map(np.testing.assert_array_equal, again.params, bare.params)
+    once_more = families.load(tmp_path / "bare", heads=())
+    assert once_more.config == bare.config and once_more.tokens == bare.tokens
+    families.save(tmp_path / "new", replace(bare, tokens=Tokens()))
+    assert families.load(tmp_path / "new", heads=()).config == bare.config
+
+
+def test_stochastic_depth_is_read_and_changes_no_answer(tmp_path):
+    config = golden.config("dinov2") | {"drop_path_rate": 0.25}
+    folder = runs.write(tmp_path / "one", config, runs.tensors(golden.folder("dinov2")))
+    checkpoint, plain = families.load(folder), families.load(golden.folder("dinov2"))
+    assert checkpoint.config.block.drop_path_rate == 0.25
+    assert not families.differences(checkpoint.config, plain.config)
+    families.save(tmp_path / "two", checkpoint)
+    assert json.loads((tmp_path / "two/config.json").read_text())["drop_path_rate"] == 0.25

@@ -10,7 +10,7 @@ RANGE = {
     "layerscale_value": [0.5, 1e-5],
     "drop_path_rate": [0.3],  # of training
 }
-# of its backbone, which is refused
+# of its backbone, whose outputs `zoo.dinov2.feature_maps` has
 NO_NUMBER = ("_out_features", "_out_indices", "apply_layernorm", "reshape_hidden_states")
 
 
