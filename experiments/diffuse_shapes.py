@@ -9,6 +9,9 @@ colour. `distance` is the mean distance of samples to their nearest training ima
 and `distance_unseen` are those of 600 unseen images: a model that repeats its training images has a
 much smaller distance.
 `samples.png` in the run's folder shows samples beside the requests.
+Expected: right 96.5 %, distance 2.48 (seed 0); of unseen images 99.8 % and 1.76. AdamW instead of
+Muon: 53 %.
+Time: 3 minutes on two CPU cores beside other work.
 Command: make train EXP=diffuse_shapes
 Then: make generate EXP=diffuse_shapes ARGS="--prompt 'red ring'"
 """
@@ -29,7 +32,7 @@ from jaxformer.models import ModelConfig, Patches
 from jaxformer.models.norm import Unscaled
 from jaxformer.params import random_key
 from jaxformer.tools.analysis import figures
-from jaxformer.training import AdamW, Cosine, Experiment
+from jaxformer.training import Cosine, Experiment, Muon
 from jaxformer.zoo.dit import AdaLNZero, Pixels
 from jaxformer.zoo.flow_matching import FlowMatching, follow, guided
 
@@ -43,7 +46,12 @@ COLOURS = {
     "magenta": (0.9, 0.2, 0.9),
     "cyan": (0.1, 0.9, 0.9),
 }
-EVERY = [(shape, colour) for shape in range(len(SHAPES)) for colour in range(len(COLOURS))]
+REQUESTS = {
+    f"{colour} {shape}": (i, k)
+    for i, shape in enumerate(SHAPES)
+    for k, colour in enumerate(COLOURS)
+}
+EVERY = list(REQUESTS.values())
 STEPS, GUIDANCE = 20, 2.0  # of the sampler
 
 
@@ -91,20 +99,10 @@ class Shapes:
 
     def generate(self, run: Any, key: Any, folder: Any, prompt: str | None = None) -> str:
         """A picture of eight samples of a request, or of two of each shape and colour."""
-        asked = np.tile(EVERY, (2, 1)) if prompt is None else np.tile(read(prompt), (8, 1))
+        if prompt is not None and prompt not in REQUESTS:
+            raise ConfigError(f"--prompt {prompt!r}: expected one of {', '.join(REQUESTS)}")
+        asked = np.array(EVERY * 2 if prompt is None else [REQUESTS[prompt]] * 8)
         return save(sample(run.model, run.params, key, asked), asked, folder)
-
-
-def read(prompt: str) -> tuple[int, int]:
-    """The label of a request such as "red ring"."""
-    requests = [name(*label) for label in EVERY]
-    if prompt not in requests:
-        raise ConfigError(f"--prompt {prompt!r}: expected one of {', '.join(requests)}")
-    return EVERY[requests.index(prompt)]
-
-
-def name(shape: int, colour: int) -> str:
-    return f"{list(COLOURS)[colour]} {SHAPES[shape]}"
 
 
 def sample(model: Any, params: Any, key: Any, labels: Any) -> np.ndarray:
@@ -125,27 +123,30 @@ def nearest(images: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return index, np.linalg.norm(a - b[index], axis=1)
 
 
-def samples_as_asked(scored: Evaluation) -> dict[str, float]:
-    asked = np.tile(EVERY, (25, 1))
-    images = sample(scored.model, scored.params, random_key(scored.seed), asked)
-    if scored.folder is not None and jax.process_index() == 0:
-        save(images[:48], asked[:48], scored.folder)
-    new, new_labels = draw((scored.seed, 2), 20_000)
-    training, (unseen, labels) = draw((0, 0), 3200)[0], draw((0, 1), 600)
-    scores = {}
-    for kind, pictures, expected in (("", images, asked), ("_unseen", unseen, labels)):
-        found = new_labels[nearest(pictures, new)[0]]
-        scores[f"right{kind}"] = float((found == expected).all(axis=1).mean())
-        scores[f"distance{kind}"] = float(nearest(pictures, training)[1].mean())
-    return scores
+@dataclass(frozen=True)
+class AsAsked:
+    """The scores that the head of this file explains; `samples.png` draws the first samples."""
 
+    only_final = True
 
-samples_as_asked.only_final = True
+    def __call__(self, scored: Evaluation) -> dict[str, float]:
+        asked = np.tile(EVERY, (25, 1))
+        images = sample(scored.model, scored.params, random_key(scored.seed), asked)
+        if scored.folder is not None and jax.process_index() == 0:
+            save(images[:48], asked[:48], scored.folder)
+        new, new_labels = draw((scored.seed, 2), 20_000)
+        training, (unseen, labels) = draw((0, 0), 3200)[0], draw((0, 1), 600)
+        scores = {}
+        for kind, pictures, expected in (("", images, asked), ("_unseen", unseen, labels)):
+            found = new_labels[nearest(pictures, new)[0]]
+            scores[f"right{kind}"] = float((found == expected).all(axis=1).mean())
+            scores[f"distance{kind}"] = float(nearest(pictures, training)[1].mean())
+        return scores
 
 
 def save(images: np.ndarray, labels: Any, folder: Any) -> str:
     """The path of a picture of images under their requests."""
-    titles = [name(*label) for label in labels]
+    titles = [list(REQUESTS)[EVERY.index(tuple(label))] for label in np.asarray(labels).tolist()]
     return str(figures.save(lambda: figures.images(images, titles), folder / "samples.png"))
 
 
@@ -163,15 +164,16 @@ experiment = Experiment(
         block=AdaLNZero((len(SHAPES), len(COLOURS))),
         heads=(Pixels(),),
         masks=(full(),),
+        init_std=0.1,
     ),
     data=Shapes(),
     objective=FlowMatching(),
-    optimizer=AdamW(learning_rate=2e-3, b2=0.98, weight_decay=0.0),
+    optimizer=Muon(learning_rate=1e-2, adam_learning_rate=2e-3),
     schedule=Cosine(warmup=100),
     steps=1500,
     batch_size=64,
     log_every=100,
     eval_every=500,
     ema_decay=0.995,
-    metrics=(samples_as_asked,),
+    metrics=(AsAsked(),),
 )

@@ -3,8 +3,10 @@
 Half of the questions are chains of sums, the kind that it knows least. Each step draws 8 answers to
 each of 16 questions. A program checks their results: the model is told no answer. Shao et al. 2024,
 arXiv:2402.03300.
-Expected: 95 % of 200 unseen chains are exact, 94 % before, 91.5 % after sft; 97.4 % of 1,000
-questions (seed 0). At twice this learning rate, a weaker model lost what it knew.
+It finds that running sums pay: before, a quarter of its answers to chains had them. Its answers
+become twice as long.
+Expected: 93 % of 200 unseen chains are exact, 75.5 % after sft; 97.4 % of 1,000 questions (seed 0).
+At twice this learning rate, a weaker model lost what it knew.
 Time: 6 minutes on two CPU cores beside other work.
 Command: make train EXP=chat/grpo, after chat/dpo
 Then: make generate EXP=chat_grpo ARGS=--chat

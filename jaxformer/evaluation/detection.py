@@ -46,7 +46,7 @@ def average_precision(
         return {"mAP": 0.0, "AP50": 0.0}
     categories = sorted({each["category_id"] for each in (*every, *answers)})
     with contextlib.redirect_stdout(io.StringIO()):
-        coco = COCO()
+        coco: Any = COCO()
         coco.dataset = {
             "images": [{"id": i} for i in range(len(truth))],
             "categories": [{"id": category} for category in categories],

@@ -15,7 +15,6 @@ from jaxtyping import Float, Int
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
-from jaxformer.objectives.objective import StepContext
 from jaxformer.ops.losses import LossSums
 
 Velocity = Callable[[Array, Array], Array]  # (x [B, ...], time [B]) -> [B, ...]
@@ -77,7 +76,7 @@ class FlowMatching:
     def evaluation(self) -> "FlowMatching":
         return replace(self, drop=0.0)
 
-    def __call__(self, model: Any, params: Any, batch: dict, context: StepContext) -> LossSums:
+    def __call__(self, model: Any, params: Any, batch: dict, context: Any) -> LossSums:
         unknown = unknown_labels(model)
         images = batch["images"].astype(jnp.float32)
         of_noise, of_time, of_drop = jax.random.split(context.key, 3)

@@ -20,7 +20,6 @@ from jaxformer.errors import check_numbers
 from jaxformer.models import transformer
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.norm import norm
-from jaxformer.objectives.objective import StepContext
 from jaxformer.ops.losses import LossSums
 from jaxformer.params import Tree
 from jaxformer.zoo.detr import object_numbers
@@ -104,7 +103,7 @@ class SetPrediction:
     def __post_init__(self):
         check_numbers("objective.", self, no_object=0, box=0, overlap=0)
 
-    def __call__(self, model: Any, params: Any, batch: dict, context: StepContext) -> LossSums:
+    def __call__(self, model: Any, params: Any, batch: dict, context: Any) -> LossSums:
         images = batch["images"]
         output = models.apply(
             model,

@@ -35,7 +35,7 @@ def test_the_truth_is_perfect_and_nothing_is_zero():
 
 @pytest.mark.parametrize(("width", "thresholds"), [(0.92, 9), (0.77, 6), (0.52, 1), (0.48, 0)])
 def test_a_narrower_box_counts_up_to_its_overlap(width, thresholds):
-    """IoU of a box and its narrower self is the ratio of widths; COCO asks for 0.50, 0.55 ... 0.95."""
+    """IoU of a box and its narrower self is the ratio of widths; COCO asks for 0.5 to 0.95."""
     truth = scenes(20)
     found = [each._replace(boxes=each.boxes * [1, 1, width, 1]) for each in with_scores(truth)]
     scores = average_precision(found, truth)
@@ -49,7 +49,7 @@ def test_a_false_alarm_costs_only_before_what_is_right():
     for score, expected in ((0.1, 1.0), (2.0, 0.5)):
         found = []
         for each in truth:
-            far = each.boxes + [10, 10, 0, 0]
+            far = each.boxes + np.array([10, 10, 0, 0])
             n = len(far)
             found.append(
                 Objects(

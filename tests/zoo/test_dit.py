@@ -100,7 +100,7 @@ def image_of(tree, image, time, labels):
             x.append(np.einsum("ijc,cijd->d", patch, kernel) + of_patches["bias"])
     x = np.array(x) + tree["embedding"]["positions"]
     for i in range(3):
-        x = layer(jax.tree.map(lambda leaf: leaf[i], tree["layers"]), x, c)
+        x = layer(jax.tree.map(lambda leaf, i=i: leaf[i], tree["layers"]), x, c)
     final = tree["final_modulation"]
     shift, scale = (c @ final["kernel"][:, k] + final["bias"][k] for k in range(2))
     x = normed(x) * (1 + scale) + shift
@@ -134,7 +134,8 @@ def test_a_dit_equals_its_definition(seed):
     inputs = {"time": time, "labels": labels}
     found = models.apply(MODEL, params, jnp.asarray(images), inputs=inputs).logits
     wide = jax.tree.map(np.float64, params)
-    expected = [image_of(wide, *each) for each in zip(np.float64(images), time, labels)]
+    rows = zip(np.float64(images), time, labels, strict=True)
+    expected = [image_of(wide, *each) for each in rows]
     # float32: angles of up to 1000 are off by 1000 x 6e-8
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 

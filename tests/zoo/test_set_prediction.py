@@ -49,32 +49,26 @@ def iou_of(a, b):
 
 
 def expected(logits, boxes, batch, objective):
-    """(class error, its weights, distance, 1 - GIoU, number of objects), by trying every matching."""
+    """(class error, its weights, distance, 1 - GIoU, objects), by trying every matching."""
     logits, boxes, goal = (np.float64(x) for x in (logits, boxes, batch["boxes"]))
     log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     sums = np.zeros(5)
     for b in np.flatnonzero(batch["weights"]):
         objects = np.flatnonzero(batch["is_object"][b])
         classes = np.asarray(batch["classes"][b])
-
-        def cost(q, m):
-            distance = np.abs(boxes[b, q] - goal[b, m]).sum()
-            overlap = iou_of(boxes[b, q], goal[b, m])
-            p = np.exp(log_p[b, q, classes[m]])
-            return objective.box * distance - p - objective.overlap * overlap
-
-        best = min(
-            itertools.permutations(range(Q), len(objects)),
-            key=lambda chosen: sum(map(cost, chosen, objects)),
-        )
+        distances = np.abs(boxes[b][:, None] - goal[b][None]).sum(axis=-1)
+        overlaps = np.array([[iou_of(q, m) for m in goal[b]] for q in boxes[b]])
+        cost = objective.box * distances - objective.overlap * overlaps
+        cost -= np.exp(log_p[b])[:, classes]
+        matchings = itertools.permutations(range(Q), len(objects))
+        best = min(matchings, key=lambda chosen, cost=cost, m=objects: cost[list(chosen), m].sum())
         says = dict(zip(best, objects, strict=True))
         for q in range(Q):
             weight = 1.0 if q in says else objective.no_object
             wanted = classes[says[q]] if q in says else C - 1
             sums[:2] += -weight * log_p[b, q, wanted], weight
         for q, m in says.items():
-            distance = np.abs(boxes[b, q] - goal[b, m]).sum()
-            sums[2:] += distance, 1 - iou_of(boxes[b, q], goal[b, m]), 1
+            sums[2:] += distances[q, m], 1 - overlaps[q, m], 1
     return sums
 
 

@@ -5,7 +5,6 @@ only when a picture is drawn, because the import takes half a second.
 """
 
 import io
-import itertools
 import re
 import textwrap
 import warnings
@@ -372,7 +371,9 @@ def images(
     pictures = np.clip(np.asarray(pictures, np.float32), 0, 1)
     ratio = pictures.shape[1] / pictures.shape[2]
     all_axes = panels(len(pictures), columns, size, size * ratio + (0.15 if titles else 0.05))
-    for axes, picture, title in itertools.zip_longest(all_axes, pictures, titles, fillvalue=""):
+    for axes, picture, title in zip(
+        all_axes, pictures, titles or [""] * len(pictures), strict=True
+    ):
         axes.imshow(
             picture if picture.shape[-1] == 3 else picture[..., 0], cmap="gray", vmin=0, vmax=1
         )
