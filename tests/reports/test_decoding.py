@@ -53,7 +53,7 @@ from jaxformer.evaluation.generation import (
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.models import Alibi, AttentionPositions, Mixture, ModelConfig, Relative, Sinusoidal
 from jaxformer.ops.positions import Rope
-from jaxformer.runs import run as runs
+from jaxformer.runs import questions, run as runs
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.training.experiment import Experiment, Sample
 
@@ -162,11 +162,11 @@ def test_a_list_of_texts_may_be_empty(monkeypatch):
     assert len(long["answer"]) == 20
     monkeypatch.setattr("jaxformer.evaluation.generation.search", lambda *_, **options: [[]])
     assert Generated((as_it_is,), how=how)(scored) == {"answer": ""}
-    monkeypatch.setattr(runs, "ask", lambda *_: Question([1, 2], ""))
+    monkeypatch.setattr(questions, "ask", lambda *_: Question([1, 2], ""))
     experiment = Experiment(
         name="x", model=TINY, data=Corpus("nowhere"), sample=Sample("1", sampling=how)
     )
-    assert runs.sample_text(experiment, params(), dataset) == "1"
+    assert questions.sample_text(experiment, params(), dataset) == "1"
 
 
 # --- filters

@@ -503,10 +503,10 @@ def test_a_consolidated_file_beside_the_others_is_not_read(shard_bytes, tmp_path
 @pytest.mark.parametrize("name", ["opt", "gpt_neox", "bloom"])
 def test_padding_on_the_left_changes_nothing(name):
     checkpoint = loaded(name)
-    tokens = np.array([[5, 9, 2, 11]], np.int32)
+    tokens = jnp.array([[5, 9, 2, 11]], jnp.int32)
     alone = models.apply(checkpoint.config, checkpoint.params, tokens).logits
-    padded = np.concatenate([np.full((1, 3), 1, np.int32), tokens], axis=1)
-    mask = (np.arange(7) > 2).astype(np.int32)[None]
+    padded = jnp.concatenate([jnp.full((1, 3), 1, jnp.int32), tokens], axis=1)
+    mask = (jnp.arange(7) > 2).astype(jnp.int32)[None]
     found = models.apply(checkpoint.config, checkpoint.params, padded, segment_ids=mask).logits
     np.testing.assert_allclose(found[:, 3:], alone, atol=1e-4)
 

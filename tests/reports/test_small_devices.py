@@ -31,7 +31,7 @@ def adapted_tree(lora, seed=0):
     rng = np.random.default_rng(seed)
 
     def draw(spec):
-        return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), spec)
+        return jax.tree.map(lambda leaf: jnp.float32(rng.normal(size=leaf.shape)), spec)
 
     weights = draw(models.spec(GPT))
     tree = {"weights": adapted.store(weights), "factors": draw(adapted.spec["factors"])}
@@ -61,10 +61,10 @@ def test_merged_weights_are_the_base_that_trained_and_the_factors():
         count = before[path][0].size
         base = dequantise(stored["codes"], stored["scales"], NF4(), count)
         base = np.asarray(base, np.float64).reshape(before[path].shape)
-        update = np.einsum("ldr,lrnh->ldnh", *(pair[name].astype(np.float64) for name in "ab"))
+        update = np.einsum("ldr,lrnh->ldnh", *(np.float64(pair[name]) for name in "ab"))
         # float32 sums of terms up to 50
         np.testing.assert_allclose(merged[path], base + 8 * update, rtol=1e-5, atol=1e-4)
-        wrong = before[path] + 8 * update
+        wrong = np.asarray(before[path]) + 8 * update
         assert np.abs(merged[path] - wrong).max() > 0.1
 
 
