@@ -45,7 +45,7 @@ OFFERED = {
     "TextFeatures": "clip",
     "KeptPatches": "masked_autoencoder",
     "PixelDecoder": "masked_autoencoder",
-    "MaskedPatches": "masked_autoencoder",
+    "MaskedPatches": "masked_patches",
     "AttentionPooling": "siglip",
     "LastPosition": "siglip",
     "Factorised": "albert",
@@ -65,6 +65,10 @@ OFFERED = {
     "post_norm_twice": "detr",
     "ObjectClasses": "detr",
     "Boxes": "detr",
+    "SetPrediction": "set_prediction",
+    "AdaLNZero": "dit",
+    "Pixels": "dit",
+    "FlowMatching": "flow_matching",
 }
 PRESETS_OF = {
     "decoders": (

@@ -1,7 +1,8 @@
 """MAE: the encoder sees a quarter of an image's patches, and a small decoder draws the others.
 
 He et al. 2021, arXiv:2111.06377. Random numbers of the caller, `inputs={"noise": [B, patches]}`,
-choose the patches: the encoder sees those of the smallest numbers. `MaskedPatches` trains both.
+choose the patches: the encoder sees those of the smallest numbers. `zoo.masked_patches`
+trains both.
 """
 
 from dataclasses import dataclass, replace
@@ -9,11 +10,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, random
+from jax import Array
 from jax.nn.initializers import normal
 from jaxtyping import Float, Int
 
-from jaxformer import models, params
+from jaxformer import params
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import full
 from jaxformer.models import transformer
@@ -21,8 +22,7 @@ from jaxformer.models.config import ModelConfig, Patches, TokenClassification
 from jaxformer.models.heads import Head
 from jaxformer.models.inputs import Inputs, Output
 from jaxformer.models.layer import Context, Embedder, linear
-from jaxformer.models.patches import patch_embedder, patches
-from jaxformer.ops.losses import LossSums
+from jaxformer.models.patches import patch_embedder
 from jaxformer.params import Spec, Tree
 
 
@@ -192,100 +192,3 @@ class PixelDecoder:
             return transformer.read(decoder, params, output).logits[:, 1:]
 
         return Head(self.name, transformer.spec(decoder), apply)
-
-
-def reconstruction_loss(
-    encoder: KeptPatches,
-    decoder: PixelDecoder,
-    images: Float[Array, "B height width C"],
-    pixels: Float[Array, "B P _"],
-    noise: Float[Array, "B P"],
-) -> Float[Array, ""]:
-    """The mean square error of the pixels of hidden patches. He et al. 2021, section 3."""
-    return errors_of_images(encoder, decoder, images, pixels, noise).mean()
-
-
-def errors_of_images(
-    encoder: KeptPatches,
-    decoder: PixelDecoder,
-    images: Float[Array, "B height width C"],
-    pixels: Float[Array, "B P _"],
-    noise: Float[Array, "B P"],
-) -> Float[Array, " B"]:
-    """The mean square error of the pixels of each image's hidden patches.
-
-    The variance of a normalised target is that of a sample, as in the authors' code.
-    """
-    patch = encoder.patches.patch
-    C = images.shape[-1]
-    target = patches(images, patch)
-    shape = *target.shape[:2], C, patch[0] * patch[1]
-    target = target.reshape(shape).swapaxes(2, 3).reshape(target.shape)
-    if decoder.normalised:
-        mean, variance = (f(axis=-1, keepdims=True) for f in (target.mean, target.var))
-        sample = variance * target.shape[-1] / (target.shape[-1] - 1)
-        target = (target - mean) / jnp.sqrt(sample + 1e-6)
-    error = jnp.square(pixels - target).mean(axis=-1)
-    hidden = hidden_patches(noise, encoder.kept)
-    return (error * hidden).sum(axis=1) / hidden.sum(axis=1)
-
-
-@dataclass(frozen=True)
-class MaskedPatches:
-    """An objective: the mean square error of the pixels of hidden patches, for each image.
-
-    The batch has `images` `[B, height, width, C]` and their `weights` `[B]`. Which patches are
-    hidden is a function of (seed, step), unless the batch gives `inputs={"noise": [B, patches]}`.
-    With PixelDecoder(normalised=True) the pixels of a patch are normalised first. He et al. 2021,
-    section 3. Raises ConfigError for a model without KeptPatches that hide some, or without a
-    PixelDecoder.
-    """
-
-    def __call__(self, model: Any, params: Tree, batch: Tree, context: Any) -> LossSums:
-        encoder, decoder = _both(model)
-        noise_key, model_key = random.split(context.key)
-        images, weights = batch["images"], batch["weights"]
-        noise = self.noise(encoder, batch, noise_key)
-        output = models.apply(
-            model,
-            params,
-            images,
-            inputs=batch.get("inputs", {}) | {"noise": noise},
-            dropout_key=model_key,
-            dtype=context.dtype,
-        )
-        wide = jnp.promote_types(images.dtype, jnp.float32)
-        pixels = output.heads[decoder.name].astype(wide)
-        errors = errors_of_images(encoder, decoder, images.astype(wide), pixels, noise)
-        weights = weights.astype(wide)
-        loss = jnp.sum(jnp.where(weights > 0, errors, 0) * weights)
-        return LossSums(loss, jnp.sum(weights), {}, output.updates, unit="images")
-
-    def noise(self, encoder: KeptPatches, batch: Tree, key: Array) -> Float[Array, "B P"]:
-        """The numbers that choose the patches: those of the batch, or uniform ones from 0 to 1."""
-        if "noise" in batch.get("inputs", {}):
-            return batch["inputs"]["noise"]
-        return random.uniform(key, (len(batch["images"]), encoder.count))
-
-    def example(self, model: Any, batch: Tree) -> Tree:
-        """The inputs of the model for a report: the image, and the patches that it sees."""
-        noise = self.noise(_both(model)[0], batch, random.key(0))
-        return batch | {"inputs": batch.get("inputs", {}) | {"noise": noise}}
-
-
-def _both(model: Any) -> tuple[KeptPatches, PixelDecoder]:
-    """The embedding of the encoder, and the decoder. Raises ConfigError."""
-    encoder = getattr(model, "embedding", None)
-    heads = getattr(model, "heads", ())
-    decoder = next((head for head in heads if isinstance(head, PixelDecoder)), None)
-    if not isinstance(encoder, KeptPatches) or decoder is None:
-        raise ConfigError(
-            "objective: MaskedPatches needs a ModelConfig with embedding=zoo.KeptPatches(...) and "
-            f"the head zoo.PixelDecoder(...); got embedding={encoder}, heads={heads}"
-        )
-    if encoder.kept == encoder.count:
-        raise ConfigError(
-            f"objective: MaskedPatches: model.embedding.ratio={encoder.ratio} of "
-            f"{encoder.count} patches hides none; the loss has nothing to compare"
-        )
-    return encoder, decoder

@@ -11,7 +11,7 @@ import numpy as np
 from jaxformer import families, models
 from jaxformer.interop import safetensors
 from jaxformer.models import EncoderDecoder
-from jaxformer.zoo import detr, distilled, masked_autoencoder
+from jaxformer.zoo import detr, distilled, masked_autoencoder, masked_patches
 from tests import golden
 from tests.golden.families import feature_mask
 
@@ -93,7 +93,7 @@ def answers(config, params, kept: dict[str, np.ndarray], dtype=jnp.float32, **ch
         _, found["ids_restore"] = masked_autoencoder.order(noise)
         if config.heads:
             call_of_loss = config.embedding, config.heads[0], *arguments, output.logits, noise
-            found["loss"] = masked_autoencoder.reconstruction_loss(*call_of_loss)
+            found["loss"] = masked_patches.reconstruction_loss(*call_of_loss)
     if "start_logits" in found:
         found["start_logits"], found["end_logits"] = (
             found["start_logits"][..., 0],

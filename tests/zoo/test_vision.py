@@ -11,12 +11,13 @@ from jaxformer import masks, models
 from jaxformer.errors import ConfigError
 from jaxformer.models import Classification, ModelConfig, Patches
 from jaxformer.objectives import StepContext
-from jaxformer.zoo import clip, dinov2, distilled, layer_scale, masked_autoencoder
+from jaxformer.zoo import clip, dinov2, distilled, layer_scale, masked_patches
 from jaxformer.zoo.clip import ImageFeatures, TextFeatures
 from jaxformer.zoo.dinov2 import ClassAndPatches
 from jaxformer.zoo.distilled import DistilledClassification
 from jaxformer.zoo.layer_scale import LayerScale
-from jaxformer.zoo.masked_autoencoder import KeptPatches, MaskedPatches, PixelDecoder
+from jaxformer.zoo.masked_autoencoder import KeptPatches, PixelDecoder
+from jaxformer.zoo.masked_patches import MaskedPatches
 from jaxformer.zoo.siglip import AttentionPooling, LastPosition
 
 B, D = 2, 8
@@ -125,7 +126,7 @@ def test_only_hidden_patches_are_compared():
     encoder, plain = KeptPatches(SQUARE, 0.5), PixelDecoder(D, 1, 2, 8)
 
     def errors(decoder, images, pixels):
-        return masked_autoencoder.errors_of_images(encoder, decoder, images, pixels, noise)
+        return masked_patches.errors_of_images(encoder, decoder, images, pixels, noise)
 
     target = images.reshape(B, 2, 2, 2, 2).swapaxes(2, 3).reshape(B, 4, 4)
     expected = (np.square(pixels - target).mean(-1) * hidden).sum(1) / 2
@@ -152,9 +153,7 @@ def test_the_objective_of_a_masked_autoencoder():
     given = batch | {"inputs": {"noise": noise}}
     sums = objective(config, params, given, StepContext(jax.random.key(1)))
     pixels = models.apply(config, params, images, inputs={"noise": noise}).logits
-    of_images = masked_autoencoder.errors_of_images(
-        config.embedding, decoder, images, pixels, noise
-    )
+    of_images = masked_patches.errors_of_images(config.embedding, decoder, images, pixels, noise)
     np.testing.assert_allclose(sums.loss, of_images[:2].sum(), rtol=1e-5)
     assert sums.weight == 2 and sums.unit == "images"
     losses = [
