@@ -48,6 +48,7 @@ def average_precision(
     with contextlib.redirect_stdout(io.StringIO()):
         coco: Any = COCO()
         coco.dataset = {
+            "info": {},  # pycocotools 2.0.10 copies it
             "images": [{"id": i} for i in range(len(truth))],
             "categories": [{"id": category} for category in categories],
             "annotations": [each | {"id": i} for i, each in enumerate(every, 1)],
