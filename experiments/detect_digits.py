@@ -34,7 +34,6 @@ from jaxformer.zoo.detr import Boxes, ObjectClasses, no_content, object_numbers
 from jaxformer.zoo.set_prediction import SetPrediction
 
 SIZE, MOST, QUERIES = 64, 4, 8  # pixels of a side; digits of an image; answers
-SIGNS = np.array([[-1, 1, 1, -1, -1], [-1, -1, 1, 1, -1]])  # of the corners of a box, in turn
 BRIGHT = ("#ff5c5c", "#4dd07a", "#5ca8ff", "#ffd84d", "#ff7de9")
 SMALLEST, LARGEST = 12, 22  # pixels of a digit
 
@@ -132,21 +131,12 @@ def picture(images: np.ndarray, found: list[Objects], truth: list[Objects]) -> A
     figure = figures.images(images, columns=5, size=1.8)
     for axes, answers, objects in zip(figure.axes, found, truth, strict=True):
         for box in objects.boxes:
-            outline(axes, box, color="white", lw=0.8, ls=":")
-        sure = np.asarray(answers.scores) > 0.5
-        for label, box, is_sure in zip(answers.classes, answers.boxes, sure, strict=True):
-            if is_sure:
-                color = BRIGHT[label % len(BRIGHT)]
-                left, top = outline(axes, box, color=color, lw=1.2)
-                axes.text(left, top, str(label), color=color, fontsize=9, va="bottom")
+            figures.outline(axes, box, (SIZE, SIZE), color="white", lw=0.8, ls=":")
+        for i in np.flatnonzero(np.asarray(answers.scores) > 0.5):
+            label = int(answers.classes[i])
+            color = BRIGHT[label % len(BRIGHT)]
+            figures.outline(axes, answers.boxes[i], (SIZE, SIZE), str(label), color=color, lw=1.2)
     return figure
-
-
-def outline(axes: Any, box: np.ndarray, **style: Any) -> tuple[float, float]:
-    """Draws a box; (its left, its top)."""
-    x, y = box[:2, None] + box[2:, None] / 2 * SIGNS
-    axes.plot(x * SIZE - 0.5, y * SIZE - 0.5, **style)
-    return float(x[0] * SIZE), float(y[0] * SIZE)
 
 
 encoder = ModelConfig(

@@ -34,7 +34,7 @@ from jaxformer.params import random_key
 from jaxformer.tools.analysis import figures
 from jaxformer.training import Cosine, Experiment, Muon
 from jaxformer.zoo.dit import AdaLNZero, Pixels
-from jaxformer.zoo.flow_matching import FlowMatching, follow, guided
+from jaxformer.zoo.flow_matching import FlowMatching, sample
 
 SIZE = 16  # pixels of a side
 SHAPES = ("circle", "square", "triangle", "ring")
@@ -52,7 +52,6 @@ REQUESTS = {
     for k, colour in enumerate(COLOURS)
 }
 EVERY = list(REQUESTS.values())
-STEPS, GUIDANCE = 20, 2.0  # of the sampler
 
 
 def depth(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray) -> np.ndarray:
@@ -102,18 +101,13 @@ class Shapes:
         if prompt is not None and prompt not in REQUESTS:
             raise ConfigError(f"--prompt {prompt!r}: expected one of {', '.join(REQUESTS)}")
         asked = np.array(EVERY * 2 if prompt is None else [REQUESTS[prompt]] * 8)
-        return save(sample(run.model, run.params, key, asked), asked, folder)
+        return save(draw_on_request(run.model, run.params, key, asked), asked, folder)
 
 
-def sample(model: Any, params: Any, key: Any, labels: Any) -> np.ndarray:
+def draw_on_request(model: Any, params: Any, key: Any, labels: np.ndarray) -> np.ndarray:
     """Images [n, 16, 16, 3] from 0 to 1 of labels [n, 2]."""
-
-    @jax.jit
-    def run(params, key, labels):
-        noise = jax.random.normal(key, (len(labels), SIZE, SIZE, 3))
-        return follow(guided(model, params, labels, GUIDANCE), noise, STEPS)
-
-    return np.clip(np.asarray(run(params, key, jnp.asarray(labels, jnp.int32))) / 2 + 0.5, 0, 1)
+    images = jax.jit(sample, static_argnums=0)(model, params, key, jnp.asarray(labels, jnp.int32))
+    return np.clip(np.asarray(images) / 2 + 0.5, 0, 1)
 
 
 def nearest(images: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -133,16 +127,24 @@ class AsAsked:
 
     def __call__(self, scored: Evaluation) -> dict[str, float]:
         asked = np.tile(EVERY, (self.each, 1))
-        images = sample(scored.model, scored.params, random_key(scored.seed), asked)
+        key = random_key(scored.seed)
+        images = draw_on_request(scored.model, scored.params, key, asked)
         if scored.folder is not None and jax.process_index() == 0:
             save(images[:48], asked[:48], scored.folder)
+        train, unseen = (
+            split.take_rows(np.arange(len(split)))
+            for split in (scored.dataset.train, scored.dataset.validation)
+        )
+        old, held_out = (rows["images"] / 2 + 0.5 for rows in (train, unseen))
         new, new_labels = draw((scored.seed, 2), self.new)
-        training, (unseen, labels) = draw((0, 0), 3200)[0], draw((0, 1), 600)
         scores = {}
-        for kind, pictures, expected in (("", images, asked), ("_unseen", unseen, labels)):
+        for kind, pictures, labels in (
+            ("", images, asked),
+            ("_unseen", held_out, unseen["labels"]),
+        ):
             found = new_labels[nearest(pictures, new)[0]]
-            scores[f"right{kind}"] = float((found == expected).all(axis=1).mean())
-            scores[f"distance{kind}"] = float(nearest(pictures, training)[1].mean())
+            scores[f"right{kind}"] = float((found == labels).all(axis=1).mean())
+            scores[f"distance{kind}"] = float(nearest(pictures, old)[1].mean())
         return scores
 
 

@@ -8,8 +8,8 @@ did not see. With m keys seen it is right with probability m / 4 + (1 - m / 4) /
 `accuracy.png` in the run's folder draws the accuracy against the number of examples.
 
 Expected: after 1, 2, 4, 8 and 16 examples 31, 47, 67, 79 and 85 % are right (seed 0); a perfect
-learner has 30, 47, 71, 91 and 99 %. After 800 steps the decoder still guesses: 64 % after 16
-examples. The loss still falls at the last step.
+learner has 30, 47, 71, 91 and 99 %. With 800 steps 64 % are right after 16 examples. The loss
+still falls at the last step.
 Time: 5 minutes on two CPU cores beside other work.
 Command: make train EXP=few_shot
 """

@@ -21,6 +21,7 @@ import numpy as np
 from jax.nn.initializers import normal
 
 from jaxformer import models
+from jaxformer.data.arrays import Arrays
 from jaxformer.data.batching import take_rows
 from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.metric import Evaluation
@@ -56,9 +57,8 @@ class LinearFunctions:
 
     def open(self, model: Any) -> Dataset:
         unseen = jax.device_get(draw(jax.random.key(1), UNSEEN))
-        rows = [{name: unseen[name][i] for name in unseen} for i in range(UNSEEN)]
         new = lambda params, key, step, batch_size: draw(key, batch_size)
-        return Dataset(new, rows, digest="linear functions 1", description=str(self))
+        return Dataset(new, Arrays(unseen), digest="linear functions 1", description=str(self))
 
 
 def vectors(config: ModelConfig) -> Embedder:

@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import Sharding
 
 # A leaf of at most this many bytes is put together on the host, in one transfer and without a
-# compilation. A larger leaf is put together on its devices: the host then holds one part of it, and
-# copies of at most this many bytes of the part, in our layout, on their way to a device.
+# compilation. A larger leaf is put together on its devices: the host then holds one part of it.
 HOST_BYTES = 1 << 28
+# A part goes to its device in copies of at most this many bytes: the host holds one of them.
 COPY_BYTES = 1 << 26
 
 

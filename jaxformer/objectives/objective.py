@@ -16,13 +16,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
+from jaxformer.models import reports
 from jaxformer.ops.losses import LossSums, TokenSums
 from jaxformer.params import Tree
 
@@ -95,23 +95,10 @@ def model_inputs(batch: Batch) -> Batch:
 def with_reports(
     sums: TokenSums, output: models.Output, unit: str = "examples", perplexity: bool = False
 ) -> LossSums:
-    """The loss sums, with the model's own loss, its statistics, and its variables' new values.
-
-    The model's own loss (routing) changes only the gradient. A statistic is a mean over layers; if
-    its name ends in /layers, it has a value for each layer.
-    """
-    loss = sums.loss
-    if output.loss is not None:
-        # the routing loss changes the gradient, but not the reported loss
-        zero = output.loss - jax.lax.stop_gradient(output.loss)
-        loss = loss + (zero * sums.weight).astype(loss.dtype)
+    """The loss sums and the accuracy, with what the model itself reports: `models.reports`."""
     metrics = {"accuracy": (sums.correct, sums.weight)}
-    for name, value in (output.stats or {}).items():
-        if value.ndim == 1:  # one value for each layer
-            mean = value if name.endswith("/layers") else jnp.mean(value)
-            metrics[name] = (mean.astype(loss.dtype) * sums.weight, sums.weight)
-    updates = getattr(output, "updates", None)
-    return LossSums(loss, sums.weight, metrics, updates, unit=unit, perplexity=perplexity)
+    total = LossSums(sums.loss, sums.weight, metrics, unit=unit, perplexity=perplexity)
+    return reports.with_own(total, output)
 
 
 def frozen_model(context: StepContext, name: str) -> Any:

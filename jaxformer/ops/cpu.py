@@ -52,9 +52,10 @@ def dot(spec, a, b):
     if out and out[0] in b_axes:
         a_axes, b_axes, a, b = b_axes, a_axes, b, a
     default = partial(contraction, a_axes, b_axes, out)
-    if few_lines(a_axes, b_axes, out, a, b) is None:
+    lines = few_lines(a_axes, b_axes, out, a, b)
+    if lines is None:
         return default(a, b)
-    on_cpu = partial(line_by_line, a_axes, b_axes, out)
+    on_cpu = partial(line_by_line, lines, a_axes, b_axes, out)
     return jax.lax.platform_dependent(a, b, cpu=on_cpu, default=default)
 
 
@@ -137,7 +138,9 @@ def _contraction_of_joined(batch_axes: int, a_axes: str, b_axes: str, out: str, 
 
     a = a.reshape(batch_size, *a.shape[batch_axes:])
     b = b.reshape(batch_size, *b.shape[batch_axes:])
-    y = line_by_line(one(a_axes), one(b_axes), one(out), a, b)
+    axes = one(a_axes), one(b_axes), one(out)
+    lines = few_lines(*axes, a, b)
+    y = contraction(*axes, a, b) if lines is None else line_by_line(lines, *axes, a, b)
     return y.reshape(*batch_shape, *y.shape[1:])
 
 
@@ -158,19 +161,16 @@ def few_lines(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> str | N
     return long[0] if is_few else None
 
 
-def line_by_line(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> Array:
-    """`contraction`, one line of a after another if there are few.
+def line_by_line(lines: str, a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> Array:
+    """`contraction`, one line of a along the axis `lines` after another.
 
     XLA:CPU hands a product of several lines to threads, and waits for them. A single line it
     multiplies at once: two lines of decoding take half of the time, four of them two thirds.
     """
-    axis = few_lines(a_axes, b_axes, out, a, b)
-    if axis is None:
-        return contraction(a_axes, b_axes, out, a, b)
-    place = a_axes.index(axis)
-    lines = [jax.lax.slice_in_dim(a, i, i + 1, axis=place) for i in range(a.shape[place])]
-    products = [contraction(a_axes, b_axes, out, line, b) for line in lines]
-    return jnp.concatenate(products, axis=out.index(axis))
+    place = a_axes.index(lines)
+    each = [jax.lax.slice_in_dim(a, i, i + 1, axis=place) for i in range(a.shape[place])]
+    products = [contraction(a_axes, b_axes, out, line, b) for line in each]
+    return jnp.concatenate(products, axis=out.index(lines))
 
 
 def in_order_of(x, axes: str, order: str):

@@ -57,6 +57,11 @@ class LossSums:
         return dataclasses.replace(self, **changes)
 
 
+def weighted_sum(values: Float[Array, " B"], weights: Float[Array, " B"]) -> Float[Array, ""]:
+    """The sum of values times weights. A value of weight 0 is left out, also if it is NaN."""
+    return jnp.where(weights == 0, 0, values * weights).sum()
+
+
 class TokenSums(NamedTuple):
     """Weighted sums over tokens, in float32: loss in nats; weight and correct ones in tokens."""
 

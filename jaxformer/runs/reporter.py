@@ -72,7 +72,8 @@ def in_words(scores: Mapping[str, Any], baseline: float | None) -> str:
     if is_of_tokens:
         per = " nats a token"
     else:
-        per = "" if unit == "examples" else f" a {unit.removesuffix('s')}"
+        article = "an" if unit[0] in "aeiou" else "a"
+        per = "" if unit == "examples" else f" {article} {unit.removesuffix('s')}"
     counted = "" if unit == "examples" else f", {scores[unit]:,.0f} {unit}"
     words = [f"validation loss {scores['loss']:.4f}{per} ({scores['scored']}{counted})"]
     if is_of_tokens:

@@ -24,6 +24,7 @@ from jaxformer.models.config import ModelConfig, Patches
 from jaxformer.models.heads import Head
 from jaxformer.models.layer import Block, Context, linear
 from jaxformer.models.norm import norm, norm_spec
+from jaxformer.ops.positions import learned
 from jaxformer.params import Spec, Tree, linear as linear_map
 
 LONGEST = 10_000.0  # ratio of the longest and the shortest wave of the time's features
@@ -34,7 +35,8 @@ def time_features(time: Float[Array, " B"], width: int) -> Float[Array, "B F"]:
     """cos and sin of 1000 t 10000^(-i / (F / 2)), for i = 0, 1, ..., F / 2 - 1."""
     half = width // 2
     frequencies = SCALE * LONGEST ** (-jnp.arange(half) / half)
-    angles = time.astype(jnp.float32)[:, None] * frequencies[None]
+    wide = jnp.promote_types(time.dtype, jnp.float32)
+    angles = time.astype(wide)[:, None] * frequencies[None].astype(wide)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
@@ -45,12 +47,13 @@ def modulated(x: Stream, shift: Float[Array, "B D"], scale: Float[Array, "B D"])
 
 @dataclass(frozen=True)
 class AdaLNZero:
-    """x + gate * f(norm(x) (1 + scale) + shift) for each sub-layer f, where scale starts at 0.
+    """x + gate * f(norm(x) (1 + scale) + shift) for each sub-layer f, where each gate starts at 0.
 
-    shift, scale and gate of each sub-layer are a linear map of silu(c), and zero at the start, so
-    that each layer starts as the identity. c = MLP(features of the time) + a vector of each label.
-    After the last layer comes norm(x) (1 + scale) + shift. Raises ConfigError for a norm with
-    parameters, a width that is odd, and inputs that lack the time or the labels.
+    shift, scale and gate of each sub-layer are a linear map of silu(c). They are zero at the start,
+    so each layer starts as the identity. c = MLP(features of the time) + a vector of each label.
+    After the last layer comes norm(x) (1 + scale) + shift. A label that does not exist gives NaN.
+    Raises ConfigError for a norm with parameters, for an odd number of features, and for inputs
+    that lack the time or the labels.
     """
 
     # number of labels of each kind, such as (4 shapes, 6 colours); () for a model without labels.
@@ -106,13 +109,13 @@ class AdaLNZero:
         return tree
 
     def condition(self, params: Tree, inputs: Any, dtype: Any) -> Float[Array, "B D"]:
-        """silu(c) in a dtype."""
+        """silu(c), in `dtype`."""
         time, labels = self.checked(inputs)
         features = time_features(time, self.features).astype(dtype)
         hidden = jax.nn.silu(linear("bf,fd->bd", features, params["time_in"]))
         c = linear("bd,de->be", hidden, params["time_out"])
         for kind in range(len(self.labels)):
-            c = c + params[f"labels_{kind}"].astype(dtype)[labels[:, kind]]
+            c = c + learned(labels[:, kind, None], params[f"labels_{kind}"])[:, 0].astype(dtype)
         return jax.nn.silu(c)
 
     def checked(self, inputs: Any) -> tuple[Float[Array, " B"], Int[Array, "B K"]]:
@@ -137,32 +140,35 @@ class AdaLNZero:
 
 @dataclass(frozen=True)
 class Pixels:
-    """A linear map of each position back to its patch: an image [B, height, width, channels].
+    """A head: a linear map of each position back to its patch, an image [B, height, width, C].
 
-    It starts at zero. Raises ConfigError for an embedding that is no `Patches`, or that has tokens
-    besides the patches.
+    It starts at zero. Raises ConfigError for an embedding that is no `Patches`, that has tokens
+    besides the patches, or that leaves pixels unread.
     """
 
     name: str = "pixels"  # the key of its parameters and of its output
 
     def __call__(self, config: ModelConfig) -> Head:
-        of = config.embedding
-        if not isinstance(of, Patches) or of.class_token or of.extra_tokens:
+        patches = config.embedding
+        has_tokens = isinstance(patches, Patches) and (patches.class_token or patches.extra_tokens)
+        if not isinstance(patches, Patches) or has_tokens or any(patches.unread):
             raise ConfigError(
-                f"model.heads={self.name}: it answers with one patch for each patch; expected "
-                "embedding=Patches(class_token=False) without extra tokens"
+                f"model.heads={self.name}: it answers with the pixels of each position; expected "
+                "embedding=Patches(class_token=False) without extra tokens and unread pixels"
             )
-        (height, width), (patch_height, patch_width) = of.image, of.patch
-        grid = height // patch_height, width // patch_width
-        patch = patch_height, patch_width, of.channels
-        D = config.hidden_width
-        axes = ("embed", None, None, None)
-        spec = linear_map((D, *patch), axes, ("embed",), zeros)
+        lines, columns = patches.grid
+        patch = *patches.patch, patches.channels
+        axes = ("embed", "line", "column", "channel")  # Muon leaves the last layer to AdamW
+        spec = linear_map((config.hidden_width, *patch), axes, ("embed",), zeros)
 
-        def apply(params: Tree, hidden: Float[Array, "B T D"], padding_mask: Any, inputs: Tree):
-            patches = linear("btd,dijc->btijc", hidden, params, jnp.float32)
-            patches = patches.reshape(-1, *grid, *patch)
-            image = patches.transpose(0, 1, 3, 2, 4, 5)  # [B, lines, i, columns, j, channels]
-            return image.reshape(-1, grid[0] * patch[0], grid[1] * patch[1], of.channels)
+        def apply(
+            params: Tree, hidden: Float[Array, "B T D"], *_: Any
+        ) -> Float[Array, "B height width C"]:
+            wide = jnp.promote_types(hidden.dtype, jnp.float32)
+            pixels = linear("btd,dijc->btijc", hidden, params, wide)
+            pixels = pixels.reshape(-1, lines, columns, *patch)
+            # [B, lines, i, columns, j, C]
+            image = pixels.transpose(0, 1, 3, 2, 4, 5)
+            return image.reshape(-1, *patches.image, patches.channels)
 
         return Head(self.name, spec, apply)

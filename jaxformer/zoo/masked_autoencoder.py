@@ -1,8 +1,8 @@
 """MAE: the encoder sees a quarter of an image's patches, and a small decoder draws the others.
 
 He et al. 2021, arXiv:2111.06377. Random numbers of the caller, `inputs={"noise": [B, patches]}`,
-choose the patches: the encoder sees those of the smallest numbers. `zoo.masked_patches`
-trains both.
+choose the patches: the encoder sees those of the smallest numbers. `zoo.masked_patches` has
+the objective that trains both.
 """
 
 from dataclasses import dataclass, replace

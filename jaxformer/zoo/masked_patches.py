@@ -13,7 +13,8 @@ from jaxtyping import Float
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.models.patches import patches
-from jaxformer.ops.losses import LossSums
+from jaxformer.models.reports import with_own
+from jaxformer.ops.losses import LossSums, weighted_sum
 from jaxformer.params import Tree
 from jaxformer.zoo.masked_autoencoder import KeptPatches, PixelDecoder, hidden_patches
 
@@ -82,8 +83,8 @@ class MaskedPatches:
         pixels = output.heads[decoder.name].astype(wide)
         errors = errors_of_images(encoder, decoder, images.astype(wide), pixels, noise)
         weights = weights.astype(wide)
-        loss = jnp.sum(jnp.where(weights > 0, errors, 0) * weights)
-        return LossSums(loss, jnp.sum(weights), {}, output.updates, unit="images")
+        sums = LossSums(weighted_sum(errors, weights), weights.sum(), unit="images")
+        return with_own(sums, output)
 
     def noise(self, encoder: KeptPatches, batch: Tree, key: Array) -> Float[Array, "B P"]:
         """The numbers that choose the patches: those of the batch, or uniform ones from 0 to 1."""

@@ -12,15 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from optax.assignment import hungarian_algorithm
 
 from jaxformer import models
-from jaxformer.errors import check_numbers
+from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.models import transformer
 from jaxformer.models.config import ModelConfig
+from jaxformer.models.layer import same_stream
 from jaxformer.models.norm import norm
-from jaxformer.ops.losses import LossSums
+from jaxformer.models.reports import with_own
+from jaxformer.models.stacks import layout
+from jaxformer.ops.losses import LossSums, weighted_sum
 from jaxformer.params import Tree
 from jaxformer.zoo.detr import object_numbers
 
@@ -62,9 +65,7 @@ def divided(x: Array, y: Array) -> Array:
     return jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 0)
 
 
-def match(
-    cost: Float[Array, "B Q M"], is_object: Int[Array, "B M"] | Float[Array, "B M"]
-) -> Int[Array, "B M"]:
+def match(cost: Float[Array, "B Q M"], is_object: Shaped[Array, "B M"]) -> Int[Array, "B M"]:
     """The query of each object, so that the sum of the objects' costs is smallest. Q >= M.
 
     Padding gets one of the other queries.
@@ -79,20 +80,45 @@ def match(
 
 
 def read_layer(decoder: ModelConfig, params: Tree, residual: Float[Array, "B Q D"]) -> Any:
-    """The outputs of the heads for the stream after a layer, behind the model's last norm."""
-    hidden = norm(decoder, params["final_norm"], residual)
+    """The outputs of the heads for the stream after a layer, behind the model's last norm.
+
+    Raises ConfigError for a block that ends in another way.
+    """
+    block = layout.kinds(decoder, decoder.d_model)[0].block
+    at_the_end = set(block.stack_spec or {})
+    if at_the_end - {"final_norm"} or not (at_the_end or block.end is same_stream):
+        raise ConfigError(
+            "objective.every_layer=True: the decoder's block ends with more than a norm, which the "
+            "earlier layers cannot have; set it to False"
+        )
+    hidden = norm(decoder, params["final_norm"], residual) if at_the_end else residual
     return transformer.read(decoder, params, models.Output(None, hidden)).heads
+
+
+def check_model(model: Any) -> None:
+    """Raises ConfigError for a model that answers without a set of classes and boxes."""
+    heads = getattr(getattr(model, "decoder", None), "heads", ())
+    names = {getattr(head, "name", None) for head in heads}
+    if not names >= {"classes", "boxes"}:
+        raise ConfigError(
+            "model: SetPrediction needs an EncoderDecoder whose decoder has the heads "
+            "zoo.ObjectClasses(classes) and zoo.Boxes(), or your own with the names classes, boxes"
+        )
 
 
 @dataclass(frozen=True)
 class SetPrediction:
-    """(sum of w CE + box |b - b'|_1 + overlap (1 - GIoU(b, b'))) / number of objects.
+    """The sum of w CE over queries, and of box |b - b'|_1 + overlap (1 - GIoU(b, b')) over objects.
 
     Each object is compared with the query that `match` gives it, by the cost
     -p(class) + box |b - b'|_1 - overlap GIoU. A query without an object should say "no object", the
-    last class; w is 1 for objects, and `no_object` for these. Means over objects of the three terms
-    are reported. Carion et al. 2020 divide the first term by the sum of w instead; `class_loss` is
-    that quotient. With `every_layer`, training adds the loss of each earlier layer of the decoder.
+    last class; w is 1 for objects, and `no_object` for these. The loss is a mean over images, so an
+    image without objects counts, too; Carion et al. 2020 divide the first term by the sum of w, and
+    the others by the number of objects. These quotients are reported: `class_loss`,
+    `box_distance`, `box_iou_lacking`. With `every_layer`, training adds the loss of each earlier
+    layer of the decoder. A class that does not exist gives NaN.
+
+    Raises ConfigError for a model without the two heads, and for more objects than queries.
     """
 
     no_object: float = 0.1  # weight of the class "no object"
@@ -103,7 +129,11 @@ class SetPrediction:
     def __post_init__(self):
         check_numbers("objective.", self, no_object=0, box=0, overlap=0)
 
+    def evaluation(self) -> "SetPrediction":
+        return replace(self, every_layer=False)
+
     def __call__(self, model: Any, params: Any, batch: dict, context: Any) -> LossSums:
+        check_model(model)
         images = batch["images"]
         output = models.apply(
             model,
@@ -120,50 +150,68 @@ class SetPrediction:
             for residual in output.intermediates[LAYERS][:-1]:
                 heads = read_layer(model.decoder, params["decoder"], residual)
                 loss += self.of_predictions(heads["classes"], heads["boxes"], batch).loss
-        return replace(sums, loss=loss)
-
-    def evaluation(self) -> "SetPrediction":
-        return replace(self, every_layer=False)
+        return with_own(replace(sums, loss=loss), output)
 
     def of_predictions(
         self, logits: Float[Array, "B Q C"], boxes: Float[Array, "B Q 4"], batch: dict
     ) -> LossSums:
         """The sums of logits and boxes of all queries."""
-        is_object = batch["is_object"]
-        of_image = batch["weights"].astype(logits.dtype)[:, None]
-        weights = is_object.astype(logits.dtype) * of_image
-        queries = match(jax.lax.stop_gradient(self.cost(logits, boxes, batch)), is_object)
-        found = jnp.take_along_axis(boxes, queries[..., None], axis=1)
-        distance = (jnp.abs(found - batch["boxes"]).sum(axis=-1) * weights).sum()
-        lacking = ((1 - generalised_iou(found, batch["boxes"])) * weights).sum()
         B, Q, C = logits.shape
-        nothing = jnp.full((B, Q), C - 1)
-        # padding is written first to no query: `Q` is out of bounds and dropped
-        places = jnp.where(is_object > 0, queries, Q)
-        wanted = nothing.at[jnp.arange(B)[:, None], places].set(batch["classes"], mode="drop")
-        of_class = jnp.where(wanted == C - 1, self.no_object, 1.0) * of_image
-        log_probability = jnp.take_along_axis(
-            jax.nn.log_softmax(logits), wanted[..., None], axis=-1
-        )[..., 0]
-        error = -(of_class * log_probability).sum()
-        count = weights.sum()
+        M = batch["classes"].shape[1]
+        if M > Q:
+            raise ConfigError(
+                f"data: {M} objects in an image, and {Q} queries; a query finds one object: give "
+                "model.decoder.context_length at least as many"
+            )
+        is_object = (batch["is_object"] > 0) & (batch["weights"][:, None] > 0)
+        # what stands in padding may be anything, also NaN
+        goals = jnp.where(is_object[..., None], batch["boxes"], 0.5)
+        nothing = C - 1
+        is_known = (batch["classes"] >= 0) & (batch["classes"] < nothing)
+        classes = jnp.where(is_known | ~is_object, batch["classes"], C)  # C: out of bounds, NaN
+        classes = jnp.where(is_object, classes, nothing)
+        cost = self.cost(*jax.lax.stop_gradient((logits, boxes)), classes, goals)
+        queries = match(cost, is_object)
+        found = jnp.take_along_axis(boxes, queries[..., None], axis=1)
+        distances = jnp.abs(found - goals).sum(axis=-1)
+        lacking = 1 - generalised_iou(found, goals)
+        distances, lacking = (jnp.where(is_object, each, 0) for each in (distances, lacking))
+        # padding is written to query Q, which is out of bounds: nowhere
+        places = jnp.where(is_object, queries, Q)
+        wanted = (
+            jnp.full((B, Q), nothing).at[jnp.arange(B)[:, None], places].set(classes, mode="drop")
+        )
+        importance = jnp.where(wanted == nothing, self.no_object, 1.0)
+        log_probabilities = jax.nn.log_softmax(logits)
+        of_wanted = jnp.take_along_axis(log_probabilities, wanted[..., None], axis=-1)[..., 0]
+        errors = -(importance * of_wanted).sum(axis=1)
+
+        weights = batch["weights"].astype(logits.dtype)
+        of_boxes = (self.box * distances + self.overlap * lacking).sum(axis=1)
+        count = is_object.sum().astype(logits.dtype)
         metrics = {
-            "class_loss": (error, of_class.sum()),
-            "box_distance": (distance, count),
-            "box_iou_lacking": (lacking, count),
+            "class_loss": (
+                weighted_sum(errors, weights),
+                weighted_sum(importance.sum(axis=1), weights),
+            ),
+            "box_distance": (distances.sum(), count),
+            "box_iou_lacking": (lacking.sum(), count),
         }
-        loss = error + self.box * distance + self.overlap * lacking
-        return LossSums(loss, count, metrics, unit="objects")
+        loss = weighted_sum(errors + of_boxes, weights)
+        return LossSums(loss, weights.sum(), metrics, unit="images")
 
     def cost(
-        self, logits: Float[Array, "B Q C"], boxes: Float[Array, "B Q 4"], batch: dict
+        self,
+        logits: Float[Array, "B Q C"],
+        boxes: Float[Array, "B Q 4"],
+        classes: Int[Array, "B M"],
+        goals: Float[Array, "B M 4"],
     ) -> Float[Array, "B Q M"]:
-        """The cost of each query for each object."""
+        """The cost of each query for each object: a class and a box, the goal."""
         B, Q, _ = logits.shape
-        probability = jax.nn.softmax(logits)
-        classes = jnp.broadcast_to(batch["classes"][:, None], (B, Q, batch["classes"].shape[1]))
-        of_class = jnp.take_along_axis(probability, classes, axis=2)
-        wanted = batch["boxes"][:, None]
-        found = boxes[:, :, None]
+        probabilities = jax.nn.softmax(logits)
+        index = jnp.broadcast_to(classes[:, None], (B, Q, classes.shape[1]))
+        of_class = jnp.take_along_axis(probabilities, index, axis=2)
+        found, wanted = boxes[:, :, None], goals[:, None]
         distance = jnp.abs(found - wanted).sum(axis=-1)
         return self.box * distance - of_class - self.overlap * generalised_iou(found, wanted)

@@ -11,11 +11,11 @@ import pytest
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
-from jaxformer.models import ModelConfig, Patches
+from jaxformer.models import ModelConfig, Patches, TokenClassification
 from jaxformer.models.norm import Unscaled
 from jaxformer.objectives import StepContext
 from jaxformer.zoo.dit import AdaLNZero, Pixels, time_features
-from jaxformer.zoo.flow_matching import FlowMatching, between, follow, guided, logit_normal
+from jaxformer.zoo.flow_matching import FlowMatching, between, follow, guided, logit_normal, sample
 
 LABELS = (3, 4)
 MODEL = ModelConfig(
@@ -173,7 +173,7 @@ def test_the_loss_is_the_square_of_what_the_velocity_lacks():
     params, batch, key = random_parameters(MODEL), batch_of(64), jax.random.key(3)
     objective = FlowMatching(drop=0.4, times=logit_normal)
     sums = objective(MODEL, params, batch, StepContext(key))
-    of_noise, of_time, of_drop = jax.random.split(key, 3)
+    of_noise, of_time, of_drop, _ = jax.random.split(key, 4)
     noise = np.asarray(jax.random.normal(of_noise, batch["images"].shape))
     time = np.asarray(logit_normal(of_time, 64))
     dropped = np.asarray(jax.random.bernoulli(of_drop, 0.4, (64, 1)))[:, 0]
@@ -227,6 +227,42 @@ def test_straight_lines_need_one_step():
     np.testing.assert_array_equal(ends[1], image)
 
 
+def test_samples_have_the_size_of_the_images_and_follow_their_labels():
+    params = random_parameters(MODEL)
+    labels = batch_of(4)["labels"]
+    key = jax.random.key(5)
+    found = jax.jit(sample, static_argnums=0, static_argnames="steps")(
+        MODEL, params, key, labels, steps=3
+    )
+    noise = jax.random.normal(key, (4, 4, 6, 3))
+    expected = follow(guided(MODEL, params, labels, 2.0), noise, 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_without_labels_trains_and_samples():
+    model = replace(MODEL, block=AdaLNZero(features=8))
+    params = random_parameters(model)
+    batch = {name: batch_of(3)[name] for name in ("images", "weights")}
+    sums = FlowMatching()(model, params, batch, StepContext(jax.random.key(0)))
+    assert np.isfinite(sums.loss)
+    labels = jnp.zeros((2, 0), jnp.int32)
+    images = sample(model, params, jax.random.key(1), labels, steps=2)
+    assert images.shape == (2, 4, 6, 3)
+
+
+def test_dropout_acts_in_training_alone():
+    """The loss of a model with dropout depends on the key of the model, and not in evaluation."""
+    params, batch = random_parameters(MODEL), batch_of(8)
+    context = StepContext(jax.random.key(2))
+    plain, dropped = (
+        FlowMatching()(replace(MODEL, dropout_rate=rate), params, batch, context).loss
+        for rate in (0.0, 0.5)
+    )
+    assert abs(plain - dropped) > 1e-3 * abs(plain)
+    config = models.evaluation(replace(MODEL, dropout_rate=0.5))
+    assert FlowMatching()(config, params, batch, context).loss == plain
+
+
 def test_what_does_not_fit_is_refused():
     images = jnp.zeros((2, 4, 6, 3))
     params = models.init(MODEL, jax.random.key(0))
@@ -241,13 +277,24 @@ def test_what_does_not_fit_is_refused():
             models.apply(MODEL, params, images, inputs=inputs)
     with pytest.raises(ConfigError, match="norm=Unscaled"):
         models.spec(replace(MODEL, norm="layer_norm"))
-    with pytest.raises(ConfigError, match="class_token"):
+    with pytest.raises(ConfigError, match="extra tokens"):
         models.spec(replace(MODEL, embedding=Patches(image=(4, 6), patch=(2, 2)), context_length=7))
     with pytest.raises(ConfigError, match="even"):
         AdaLNZero(features=7)
     with pytest.raises(ConfigError, match="drop"):
         FlowMatching(drop=1.0)
-    with pytest.raises(ConfigError, match="labels"):
+    with pytest.raises(ConfigError, match="unread"):
+        models.spec(
+            replace(MODEL, embedding=Patches((5, 6), (2, 2), class_token=False, unread=(1, 0)))
+        )
+    with pytest.raises(ConfigError, match=r"labels \[2, 1\]: the model reads 2"):
+        batch = batch_of(2)
+        FlowMatching()(MODEL, params, batch | {"labels": batch["labels"][:, :1]}, StepContext(None))
+    with pytest.raises(ConfigError, match="the first head answers"):
+        heads = (TokenClassification(3),)
+        model = replace(MODEL, heads=heads)
+        FlowMatching()(model, random_parameters(model), batch_of(2), StepContext(jax.random.key(0)))
+    with pytest.raises(ConfigError, match="attribute `labels`"):
         FlowMatching()(
             replace(MODEL, block=None), params, batch_of(2), StepContext(jax.random.key(0))
         )

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.nn.initializers import ones
 
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
-from jaxformer.models import EncoderDecoder, ModelConfig, Patches
+from jaxformer.models import EncoderDecoder, ModelConfig, Patches, blocks
 from jaxformer.models.config import AttentionPositions, Learned
 from jaxformer.objectives import StepContext
+from jaxformer.params import Spec
 from jaxformer.zoo.detr import Boxes, ObjectClasses, no_content
 from jaxformer.zoo.set_prediction import SetPrediction, generalised_iou, match
 
@@ -84,7 +86,7 @@ def test_losses_are_those_of_the_best_of_all_matchings(seed):
         np.float64(metrics), [[error, weights], [distance, count], [lacking, count]], rtol=1e-5
     )
     np.testing.assert_allclose(found.loss, error + 3 * distance + 1.5 * lacking, rtol=1e-5)
-    assert found.weight == count and found.unit == "objects"
+    assert found.weight == 3 and found.unit == "images"  # the third image does not count
 
 
 def test_the_order_of_objects_and_what_padding_holds_change_nothing():
@@ -100,6 +102,21 @@ def test_the_order_of_objects_and_what_padding_holds_change_nothing():
         "boxes": batch["boxes"].at[:, 2].set(0.9),
     }
     assert loss(other) == loss(batch)
+
+
+@pytest.mark.parametrize("where", ["padding", "an image that does not count"])
+def test_what_is_no_object_may_be_nan(where):
+    logits, boxes, batch = predictions(10)
+    batch["is_object"] = jnp.asarray([[1, 1, 0]] * B, jnp.float32)
+    grad = jax.value_and_grad(lambda *x: SetPrediction().of_predictions(*x).loss, argnums=(0, 1))
+    expected = grad(logits, boxes, batch)
+    place = np.index_exp[:, 2] if where == "padding" else np.index_exp[2]
+    changed = {
+        "boxes": batch["boxes"].at[place].set(jnp.nan),
+        "classes": batch["classes"].at[place].set(-7),
+    }
+    found = grad(logits, boxes, batch | changed)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_gradients_are_finite_also_for_equal_and_empty_boxes_and_no_object():
@@ -166,6 +183,32 @@ def test_in_training_every_layer_of_the_decoder_is_read():
     np.testing.assert_allclose(found.loss, sum(each.loss for each in alone), rtol=1e-5)
     for name, sums in alone[-1].metrics.items():
         np.testing.assert_allclose(found.metrics[name], sums, rtol=1e-6)
+
+
+def test_a_block_that_ends_in_another_way_is_read_at_its_end_alone():
+    def scaled(config, names):
+        block = blocks.pre_norm(config, names)
+        spec = {"end": {"scale": Spec((config.d_model,), ("embed",), ones)}}
+        end = lambda params, x, context: x * params["end"]["scale"][None, None]
+        return block._replace(stack_spec=spec, end=end)
+
+    whole = EncoderDecoder(ENCODER, replace(DECODER, block=scaled), share_embeddings=False)
+    params = models.init(whole, jax.random.key(0))
+    _, _, batch = predictions(9)
+    batch |= {"images": jax.random.normal(jax.random.key(1), (B, 8, 8, 1))}
+    context = StepContext(None)
+    with pytest.raises(ConfigError, match="every_layer"):
+        SetPrediction()(whole, params, batch, context)
+    assert np.isfinite(SetPrediction(every_layer=False)(whole, params, batch, context).loss)
+
+
+def test_models_and_data_that_do_not_fit_are_refused():
+    logits, boxes, batch = predictions(0)
+    with pytest.raises(ConfigError, match="3 objects in an image, and 2 queries"):
+        SetPrediction().of_predictions(logits[:, :2], boxes[:, :2], batch)
+    for model in (ENCODER, EncoderDecoder(ENCODER, replace(DECODER, heads=(Boxes(),)))):
+        with pytest.raises(ConfigError, match=r"zoo\.ObjectClasses"):
+            SetPrediction()(model, {}, batch, StepContext(None))
 
 
 def test_weights_below_zero_are_refused():

@@ -382,6 +382,18 @@ def images(
     return all_axes[0].figure
 
 
+def outline(axes: Any, box: Any, size: tuple[int, int], label: str = "", **style: Any) -> None:
+    """Draws a box (x, y, width, height around its centre, fractions) on an image of this size.
+
+    `size` is (height, width) in pixels. The label stands on the upper left corner.
+    """
+    height, width = size
+    x, y, w, h = np.asarray(box, float) * (width, height, width, height)
+    left, right, top, bottom = x - w / 2 - 0.5, x + w / 2 - 0.5, y - h / 2 - 0.5, y + h / 2 - 0.5
+    axes.plot([left, right, right, left, left], [top, top, bottom, bottom, top], **style)
+    axes.text(left, top, label, color=style.get("color"), fontsize=9, va="bottom")
+
+
 def _axes(grid: bool = True, **labels: Any) -> Any:
     from matplotlib.figure import Figure
 
