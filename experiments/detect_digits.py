@@ -122,8 +122,8 @@ def precision(scored: Evaluation) -> dict[str, float]:
     rows = zip(batch["classes"], batch["boxes"], counts, strict=True)
     truth = [Objects(classes[:n], boxes[:n]) for classes, boxes, n in rows]
     if scored.folder is not None and jax.process_index() == 0:
-        draw = lambda: picture(batch["images"][:15], found[:15], truth[:15])
-        figures.save(draw, scored.folder / "boxes.png")
+        first = batch["images"][:15], found[:15], truth[:15]
+        figures.save(lambda: picture(*first), scored.folder / "boxes.png")
     return average_precision(found, truth, SIZE)
 
 

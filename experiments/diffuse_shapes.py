@@ -174,7 +174,7 @@ experiment = Experiment(
     objective=FlowMatching(),
     optimizer=Muon(learning_rate=1e-2, adam_learning_rate=2e-3),
     schedule=Cosine(warmup=100),
-    steps=1500,
+    steps=2500,
     batch_size=64,
     log_every=100,
     eval_every=500,

@@ -1,5 +1,7 @@
 """What a model reports beside its outputs, as a part of an objective's sums."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
@@ -24,4 +26,4 @@ def with_own(sums: LossSums, output: Output) -> LossSums:
             mean = value if name.endswith("/layers") else jnp.mean(value)
             metrics[name] = (mean.astype(loss.dtype) * sums.weight, sums.weight)
     updates = getattr(output, "updates", None)
-    return sums.replace(loss=loss, metrics=metrics, updates=updates)
+    return replace(sums, loss=loss, metrics=metrics, updates=updates)

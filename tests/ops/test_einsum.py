@@ -322,3 +322,13 @@ def test_compiled_products_take_their_operands_as_they_are(dtype, backward):
     assert len(operands) == 2 * (14 if backward else 5)
     assert {types[name] for name in operands} == {"bf16" if dtype == "bfloat16" else "f32"}
     assert not re.findall(rf"\[(?:{B},{T},{H},{N}|{H},{N},{D}|{D},{H},{N})\]", text)
+
+
+@pytest.mark.parametrize("spec", ["btd,vd->btv", "bth,bsh->bts"])
+@pytest.mark.parametrize(("lines", "products"), [(1, 1), (2, 2), (4, 4), (5, 1)])
+def test_few_lines_are_multiplied_one_after_another(spec, lines, products):
+    """On CPU, where XLA gives several lines to threads and waits for them."""
+    x = jnp.ones((1, lines, 8))
+    w = jnp.ones((16, 8) if spec.startswith("btd") else (1, 16, 8))
+    text = jax.jit(partial(einsum, spec)).lower(x, w).as_text()
+    assert len(re.findall(r"stablehlo\.dot_general", text)) == products

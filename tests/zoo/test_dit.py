@@ -11,7 +11,7 @@ import pytest
 from jaxformer import models
 from jaxformer.errors import ConfigError
 from jaxformer.masks import full
-from jaxformer.models import ModelConfig, Patches, TokenClassification
+from jaxformer.models import Mixture, ModelConfig, Patches, TokenClassification
 from jaxformer.models.norm import Unscaled
 from jaxformer.objectives import StepContext
 from jaxformer.zoo.dit import AdaLNZero, Pixels, time_features
@@ -261,6 +261,40 @@ def test_dropout_acts_in_training_alone():
     assert abs(plain - dropped) > 1e-3 * abs(plain)
     config = models.evaluation(replace(MODEL, dropout_rate=0.5))
     assert FlowMatching()(config, params, batch, context).loss == plain
+
+
+def test_the_time_keeps_its_precision_in_bfloat16():
+    params, batch = random_parameters(MODEL), batch_of(1)
+    # both times are 0.5 in bfloat16
+    answers = [
+        models.apply(
+            MODEL,
+            params,
+            batch["images"],
+            inputs={"time": jnp.array([time]), "labels": batch["labels"]},
+            dtype=jnp.bfloat16,
+        ).logits
+        for time in (0.5, 0.5005)
+    ]
+    assert np.abs(answers[0] - answers[1]).max() > 0.01 * np.abs(answers[0]).max()
+    assert jnp.bfloat16(0.5005) == 0.5
+
+
+def test_a_dit_with_experts_learns_to_balance_them():
+    """The model's own loss has a gradient, and its statistics are reported."""
+    gradients = []
+    for weight in (0.0, 1.0):
+        experts = Mixture(experts=4, top_k=2, d_ff=16, balance_loss=weight)
+        model = replace(MODEL, feedforward=experts)
+
+        def sums(params, model=model):
+            return FlowMatching()(model, params, batch_of(4), StepContext(jax.random.key(0)))
+
+        params = random_parameters(model)
+        assert sums(params).metrics  # what the experts report
+        tree = jax.grad(lambda params, sums=sums: sums(params).loss)(params)
+        gradients.append(tree["layers"]["feedforward"]["router"]["kernel"])
+    assert np.abs(gradients[0] - gradients[1]).max() > 1e-4
 
 
 def test_what_does_not_fit_is_refused():
