@@ -22,7 +22,7 @@ $(foreach name,$(GIVEN),$(if $(value $(name)),$(eval override $(name) := $$(valu
 quote = '$(subst ','\'',$(1))'
 
 .DEFAULT_GOAL := help
-.PHONY: help train chat-all tokens sweep scaling report inspect draw cost families evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench check-gpu wheels-gpu python clean
+.PHONY: help train chat-all gallery tokens sweep scaling report inspect draw cost families evaluate harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench check-gpu wheels-gpu python clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -34,6 +34,11 @@ train: $(VENV)/ready     ## train or resume an experiment: EXP=shakespeare_char 
 chat-all: $(VENV)/ready  ## the four stages of chat in a row, and a table of what each added (35 minutes beside other work): ARGS="--seed=1"
 	@for stage in base sft dpo grpo; do $(BIN)/python -m jaxformer train chat/$$stage $(ARGS) || exit; done
 	@$(BIN)/python -m experiments.chat._table
+
+gallery: $(VENV)/ready   ## train every application, some with several seeds, and write docs/gallery.md (some hours on 2 cores): SEEDS="0 1 2"
+	@for name in $$($(BIN)/python -m experiments._gallery --names); do for seed in $(or $(SEEDS),0); do \
+	  $(BIN)/python -m jaxformer train $$name --seed=$$seed $(ARGS) || exit; done; done
+	@$(BIN)/python -m experiments._gallery
 
 tokens: $(VENV)/ready    ## encode an experiment's texts ahead of its training: EXP=gpt2_small ARGS="--data.path=texts/"
 	@$(BIN)/python -m jaxformer tokens $(call quote,$(EXP)) $(ARGS)

@@ -1,12 +1,14 @@
 """Digits of any size anywhere in an image: which ones are there, and in which boxes.
 
-DETR: Carion et al. 2020, arXiv:2005.12872. An encoder reads the patches of the image, a decoder
-answers with a set of eight classes and boxes; each object is matched to one answer. Images of
-64 x 64 pixels have one to four digits of scikit-learn, 12 to 22 pixels large; validation images
-have other digits. Scores are COCO's average precision (pycocotools), on 300 unseen images.
-`boxes.png` in the run's folder shows boxes: found ones in colour with their class, true ones in
-white.
-Expected: not run to its end by us yet.
+DETR: Carion et al. 2020, arXiv:2005.12872. A small ResNet makes 8 x 8 features of the image, an
+encoder reads them, and a decoder answers with a set of eight classes and boxes; each object is
+matched to one answer. Images of 64 x 64 pixels have one to four digits of scikit-learn, 12 to 22
+pixels large; validation images have other digits. Scores are COCO's average precision (pycocotools)
+on 300 unseen images. `boxes.png` in the run's folder shows boxes: found ones in colour with their
+class, true ones in dotted white.
+Expected: AP50 0.929, mAP 0.695 (seed 0). 832,447 parameters. With patches of 8 x 8 pixels instead
+of the ResNet, AP50 is 0.03 after as many steps; with AdamW instead of Muon, too, 0.01 after 1,000.
+Time: 10 minutes on two CPU cores beside other work.
 Needs pip install 'jaxformer[vision,detection]'.
 Command: make train EXP=detect_digits
 """
@@ -26,11 +28,19 @@ from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.detection import Objects, average_precision
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.masks import full
-from jaxformer.models import EncoderDecoder, ModelConfig, Patches
+from jaxformer.models import EncoderDecoder, ModelConfig
 from jaxformer.models.config import AttentionPositions, Learned
 from jaxformer.tools.analysis import figures
-from jaxformer.training import AdamW, Cosine, Experiment
-from jaxformer.zoo.detr import Boxes, ObjectClasses, no_content, object_numbers
+from jaxformer.training import Cosine, Experiment, Muon
+from jaxformer.zoo.detr import (
+    Boxes,
+    FeatureMap,
+    ObjectClasses,
+    grid_sines,
+    no_content,
+    object_numbers,
+)
+from jaxformer.zoo.resnet import ResNet, basic
 from jaxformer.zoo.set_prediction import SetPrediction
 
 SIZE, MOST, QUERIES = 64, 4, 8  # pixels of a side; digits of an image; answers
@@ -141,17 +151,19 @@ def picture(images: np.ndarray, found: list[Objects], truth: list[Objects]) -> A
 
 encoder = ModelConfig(
     vocab_size=0,
-    num_layers=3,
+    num_layers=2,
     d_model=96,
     num_heads=4,
     context_length=64,
-    embedding=Patches(image=(SIZE, SIZE), patch=(8, 8), channels=1, class_token=False),
+    embedding=FeatureMap(ResNet((1, 1), (32, 96), basic, stem=16, channels=1)),
+    positions=AttentionPositions(grid_sines),
     masks=(full(),),
     heads=(),
     init_std=0.1,
 )
 decoder = replace(
     encoder,
+    num_layers=3,
     context_length=QUERIES,
     positions=AttentionPositions(Learned()),
     embedding=no_content,
@@ -163,9 +175,9 @@ experiment = Experiment(
     model=EncoderDecoder(encoder, decoder, share_embeddings=False),
     data=ScenesOfDigits(),
     objective=SetPrediction(),
-    optimizer=AdamW(learning_rate=1e-3, b2=0.98, weight_decay=1e-4),
+    optimizer=Muon(learning_rate=1e-2, adam_learning_rate=2e-3),
     schedule=Cosine(warmup=200),
-    steps=3000,
+    steps=1500,
     batch_size=32,
     log_every=100,
     eval_every=500,

@@ -46,6 +46,8 @@ OFFERED = {
     "KeptPatches": "masked_autoencoder",
     "PixelDecoder": "masked_autoencoder",
     "MaskedPatches": "masked_patches",
+    "Prototypes": "dino",
+    "SelfDistillation": "dino",
     "AttentionPooling": "siglip",
     "LastPosition": "siglip",
     "Factorised": "albert",

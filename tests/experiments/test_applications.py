@@ -24,6 +24,8 @@ SMALL = "--steps=8 --batch-size=8 --schedule.warmup=1 --eval-every=8"
 APPLICATIONS = {
     "diffuse_shapes": ("--data.examples=64 --data.validation-examples=16", "right", "samples.png"),
     "detect_digits": ("--data.examples=64 --data.validation-examples=16", "AP50", "boxes.png"),
+    "dino_digits": ("", "neighbours", "neighbours.png"),
+    "mae_digits": ("", "linear_probe", "reconstructions.png"),
 }
 
 

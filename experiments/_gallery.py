@@ -1,0 +1,113 @@
+"""The gallery: what each application reached, with its picture, from the runs that were made.
+
+Each run of an application is a line, so several seeds stand below each other. The pictures are
+those of the newest run. Writes docs/gallery.md and docs/pictures/.
+Expected: a section for each application that has a run; it names those that have none.
+Time: seconds; `make gallery` trains all of them first.
+Command: make gallery, or python -m experiments._gallery [RUNS] after it
+"""
+
+import ast
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxformer.runs.run_folder import RunFolder, runs_of
+
+ROOT = Path(__file__).parent
+BOOK = ROOT.parent / "docs"
+
+
+class Application(NamedTuple):
+    """What the gallery shows of an experiment."""
+
+    picture: str  # the file in its runs
+    scores: tuple[str, ...]  # of result.json; the names of baselines say what they are
+
+
+APPLICATIONS = {
+    "diffuse_shapes": Application(
+        "samples.png", ("right", "right_unseen", "distance", "distance_unseen")
+    ),
+    "detect_digits": Application("boxes.png", ("AP50", "mAP")),
+    "dino_digits": Application(
+        "neighbours.png",
+        ("neighbours", "neighbours_of_pixels", "linear_probe", "linear_probe_of_pixels"),
+    ),
+    "mae_digits": Application(
+        "reconstructions.png", ("linear_probe", "linear_probe_of_pixels", "loss")
+    ),
+}
+
+
+def first_sentences(name: str) -> str:
+    """The first paragraph of an experiment's docstring."""
+    text = ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def minutes(folder: RunFolder) -> float:
+    """The time of all starts of a run."""
+    starts = json.loads(folder.goodput.read_text())["starts"]
+    return sum(seconds for start in starts for seconds in start.values()) / 60
+
+
+def line(folder: RunFolder, scores: tuple[str, ...]) -> str:
+    """One line of a table: seed, scores, parameters and time of a run that has ended."""
+    result = json.loads(folder.result.read_text())
+    seed = json.loads(folder.config.read_text())["seed"]
+    numbers = [f"{result['validation'][name]:.4g}" for name in scores]
+    cells = [str(seed), *numbers, f"{result['parameters']:,}", f"{minutes(folder):.1f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def section(name: str, folders: list[RunFolder]) -> str:
+    """The section of an application: its picture, a table, its command."""
+    scores = APPLICATIONS[name].scores
+    head = ["seed", *(score.replace("_", " ") for score in scores), "parameters", "minutes"]
+    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    table += [line(folder, scores) for folder in folders]
+    return "\n".join(
+        [
+            f"## {name}",
+            "",
+            first_sentences(name),
+            f"`make train EXP={name}`",
+            "",
+            f"![{name}](pictures/{name}.png)",
+            "",
+            *table,
+            "",
+        ]
+    )
+
+
+def write(runs: str) -> list[str]:
+    """Writes the page and its pictures. Returns the names of applications without a run."""
+    (BOOK / "pictures").mkdir(exist_ok=True)
+    sections, missing = [], []
+    for name, application in APPLICATIONS.items():
+        folders = [each for each in runs_of(name, runs) if each.result.exists()]
+        if not folders:
+            missing.append(name)
+            continue
+        picture = Path(folders[-1].path) / application.picture
+        shutil.copyfile(picture, BOOK / "pictures" / f"{name}.png")
+        sections.append(section(name, folders))
+    head = (
+        "# Gallery\n\nApplications of the Transformer, each one file in `experiments/`, trained on "
+        "two CPU cores. `make gallery` trains all of them, and makes this page from their runs: a "
+        "line is a run. Every score is that of data which training never drew. The minutes are "
+        "those of a machine that did other work, too.\n\n"
+    )
+    (BOOK / "gallery.md").write_text(head + "\n".join(sections), encoding="utf-8")
+    return missing
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--names"]:
+    print(*APPLICATIONS)
+elif __name__ == "__main__":
+    left = write(sys.argv[1] if len(sys.argv) > 1 else "runs")
+    print(f"docs/gallery.md{': no run of ' + ', '.join(left) if left else ''}")
