@@ -71,6 +71,11 @@ OFFERED = {
     "AdaLNZero": "dit",
     "Pixels": "dit",
     "FlowMatching": "flow_matching",
+    "Alignment": "alignments",
+    "AlignmentUpdate": "alignments",
+    "PairUpdate": "alignments",
+    "Distogram": "distogram",
+    "PairCrossEntropy": "distogram",
 }
 PRESETS_OF = {
     "decoders": (
@@ -133,6 +138,7 @@ OFFERED |= {name: file for file, names in PRESETS_OF.items() for name in names}
 _CLASSES = {name: file for name, file in OFFERED.items() if name[0].isupper()}
 _CLASSES |= {"Linear": "linear_attention"}
 _FILES = {*OFFERED.values(), "linear_attention", "hash_buckets", "frame", "visible"}
+_FILES |= {"triangles", "evoformer"}
 
 
 def __getattr__(name: str) -> Any:

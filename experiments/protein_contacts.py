@@ -1,0 +1,154 @@
+"""Which residues of a protein touch each other, read off 32 related sequences.
+
+The Evoformer of AlphaFold 2 (Jumper et al. 2021, doi:10.1038/s41586-021-03819-2) answers a contact
+map. Families are generated: helices and strands of a chain of 28 residues lie side by side, and its
+sequences are Gibbs samples of a Potts model of 6 types with random couplings of touching residues.
+`precision` is the share of contacts among the 28 surest pairs, at least 4 residues apart, of 300
+unseen families. `mutual_information` (Dunn et al. 2008) and `mean_field` (direct couplings, Morcos
+et al. 2011) need no training; `best` is that of the truth: some families have fewer contacts.
+`contacts.png` in the run's folder shows the surest pairs, green if right, above the truth in grey.
+Expected: not run to its end by us yet. 94,018 parameters.
+Command: make train EXP=protein_contacts
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxformer import models
+from jaxformer.data.arrays import dataset_of_arrays
+from jaxformer.data.sources import Dataset
+from jaxformer.evaluation import contacts
+from jaxformer.evaluation.metric import Evaluation
+from jaxformer.masks import full
+from jaxformer.models import ModelConfig
+from jaxformer.tools.analysis import figures
+from jaxformer.training import Cosine, Experiment, Muon
+from jaxformer.zoo.alignments import Alignment, AlignmentUpdate, PairUpdate, bare
+from jaxformer.zoo.distogram import Distogram, PairCrossEntropy
+
+R, S, TYPES, APART = 28, 32, 6, 4  # residues, sequences, types, least distance of a contact
+COUPLING, FIELD, SWEEPS = 1.0, 0.5, 10  # std of the Potts model; sweeps of the Gibbs sampler
+DISTANT = abs(np.arange(R)[:, None] - np.arange(R)) >= APART
+
+
+def fold(rng: np.random.Generator) -> np.ndarray:
+    """The contacts [R, R] of a chain of helices and strands, each beside up to three others."""
+    found = np.zeros((R, R), bool)
+    elements: list[tuple[bool, int, int]] = []  # whether it is a helix, first residue, length
+    first = int(rng.integers(2))
+    while True:
+        is_helix = rng.random() < 0.5
+        length = int(rng.integers(6, 10) if is_helix else rng.integers(4, 7))
+        if first + length > R:
+            break
+        turns = np.arange(first, first + length - 4) if is_helix else np.arange(0)
+        found[turns, turns + 4] = True
+        for i in rng.permutation(len(elements))[:3]:
+            is_other_helix, begin, size = elements[i]
+            steps = np.arange(min(length, size))
+            if is_helix or is_other_helix:
+                steps = steps[np.isin(steps % 4, (0, 3))]  # one side of a helix
+            a, b = first + steps, begin + steps
+            b = b if rng.random() < 0.3 else begin + size - 1 - steps  # parallel or not
+            found[a, b] = found[a[1:], b[:-1]] = found[a[:-1], b[1:]] = True
+        elements.append((is_helix, first, length))
+        first += length + int(rng.integers(2, 4))
+    return (found | found.T) & DISTANT
+
+
+def sample(rng: np.random.Generator, maps: np.ndarray) -> np.ndarray:
+    """Types [n, S, R] of sequences of a random Potts model for each map [n, R, R]."""
+    n, one_hot = len(maps), np.eye(TYPES, dtype=np.float32)
+    couplings = COUPLING * rng.standard_normal((n, R, TYPES, R, TYPES), np.float32)
+    couplings *= np.triu(maps)[:, :, None, :, None]
+    couplings += couplings.transpose(0, 3, 4, 1, 2)
+    fields = FIELD * rng.standard_normal((n, 1, R, TYPES), np.float32)
+    cells = one_hot[rng.integers(TYPES, size=(n, S, R))]
+    for _ in range(SWEEPS):
+        for i in range(R):
+            energy = cells.reshape(n, S, -1) @ couplings[:, :, :, i].reshape(n, -1, TYPES)
+            energy += fields[:, :, i]
+            cells[:, :, i] = one_hot[(energy + rng.gumbel(size=energy.shape)).argmax(axis=-1)]
+    return cells.argmax(axis=-1).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Families:
+    """Alignments of random families with their contacts."""
+
+    examples: int = 8000  # families of the training split
+    validation_examples: int = 300  # of the validation split
+    seed: int = 0  # of the families
+
+    def open(self, model: Any) -> Dataset:
+        splits = []
+        for split, count in enumerate((self.examples, self.validation_examples)):
+            rng = np.random.default_rng((self.seed, split))
+            maps = np.array([fold(rng) for _ in range(count)])
+            parts = [sample(rng, maps[i : i + 500]) for i in range(0, count, 500)]
+            rows = {"alignment": np.concatenate(parts), "weights": np.ones(count)}
+            splits.append(rows | {"bins": np.where(DISTANT, maps, -1).astype(np.int32)})
+        return dataset_of_arrays(*splits, description=f"{self.examples:,} protein families")
+
+
+def precision(scored: Evaluation) -> dict[str, float]:
+    """The scores that the head of this file explains, and a picture of the first families."""
+    split = scored.dataset.validation
+    rows = split.take_rows(np.arange(len(split)))
+    alignments, maps = rows["alignment"], rows["bins"]
+    run = jax.jit(lambda params, types: models.apply(scored.model, params, types).logits)
+    logits = np.asarray(run(scored.params, jnp.asarray(alignments)))
+    answers = {"precision": logits[..., 1] - logits[..., 0], "best": maps}
+    for method in (contacts.mean_field, contacts.mutual_information):
+        answers[method.__name__] = np.array([method(each, TYPES) for each in alignments])
+    if scored.folder is not None and jax.process_index() == 0:
+        figures.save(lambda: picture(answers), scored.folder / "contacts.png")
+    return {name: contacts.mean_top_precision(each, maps, APART) for name, each in answers.items()}
+
+
+def picture(answers: dict[str, np.ndarray], count: int = 4) -> Any:
+    """The surest pairs of two methods above the diagonal, and the true contacts below it."""
+    axes = figures.panels(2 * count, count, 2.2, 2.4)
+    for n, panel in enumerate(axes):
+        name, title = (("precision", "Evoformer"), ("mean_field", "mean field"))[n // count]
+        truth = answers["best"][n % count]
+        a, b = contacts.surest_pairs(answers[name][n % count], APART)
+        right = truth[a, b] > 0
+        panel.scatter(b, a, s=9, c=np.where(right, "#2a9d5c", "#d1495b"), marker="s")
+        panel.scatter(*np.nonzero(np.triu(truth > 0)), s=9, c="#888888", marker="s")
+        panel.set(xlim=(-1, R), ylim=(R, -1), aspect="equal")
+        panel.set_title(f"{title}: {right.sum()} of {R} right", fontsize=8)
+    return axes[0].figure
+
+
+experiment = Experiment(
+    name="protein_contacts",
+    model=ModelConfig(
+        vocab_size=0,
+        num_layers=2,
+        d_model=32,
+        num_heads=4,
+        context_length=R,
+        d_ff=64,
+        positions=None,
+        masks=(full(),),
+        embedding=Alignment(TYPES, pair_width=32),
+        mixer=AlignmentUpdate(dropout_rate=0.0),
+        feedforward=PairUpdate(outer_width=8, d_ff=64, dropout_rate=0.0),
+        block=bare,
+        heads=(Distogram(2),),
+        unroll=1,
+    ),
+    data=Families(),
+    objective=PairCrossEntropy(),
+    optimizer=Muon(learning_rate=1e-2, adam_learning_rate=2e-3),
+    schedule=Cosine(warmup=50),
+    steps=1000,
+    batch_size=8,
+    eval_every=250,
+    metrics=(precision,),
+)
