@@ -76,6 +76,12 @@ OFFERED = {
     "PairUpdate": "alignments",
     "Distogram": "distogram",
     "PairCrossEntropy": "distogram",
+    "Tubelets": "vivit",
+    "spatial_attention": "vivit",
+    "space_then_time": "vivit",
+    "SeriesPatches": "patchtst",
+    "Quantiles": "patchtst",
+    "quantile_regression": "patchtst",
 }
 PRESETS_OF = {
     "decoders": (
