@@ -25,6 +25,18 @@ APPLICATIONS = {
     "diffuse_shapes": ("--data.examples=64 --data.validation-examples=16", "right", "samples.png"),
     "detect_digits": ("--data.examples=64 --data.validation-examples=16", "AP50", "boxes.png"),
     "dino_digits": ("", "neighbours", "neighbours.png"),
+    "forecast": ("", "mase", "forecasts.png"),
+    "protein_contacts": (
+        "--data.examples=64 --data.validation-examples=16",
+        "precision",
+        "contacts.png",
+    ),
+    "speech_numbers": (
+        "--data.examples=64 --data.validation-examples=16",
+        "wer",
+        "heard.png",
+    ),
+    "video_motion": ("--data.examples=64 --data.validation-examples=16", "direction", "videos.png"),
     "mae_digits": ("", "linear_probe", "reconstructions.png"),
 }
 
