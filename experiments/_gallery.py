@@ -31,6 +31,14 @@ APPLICATIONS = {
     "diffuse_shapes": Application(
         "samples.png", ("right", "right_unseen", "distance", "distance_unseen")
     ),
+    "video_motion": Application(
+        "videos.png", ("digit", "one_frame_digit", "direction", "one_frame_direction")
+    ),
+    "forecast": Application("forecasts.png", ("mase", "mase_ar", "mase_naive", "inside")),
+    "speech_numbers": Application("heard.png", ("wer", "wer_nearest")),
+    "protein_contacts": Application(
+        "contacts.png", ("precision", "mean_field", "mutual_information", "best")
+    ),
     "detect_digits": Application("boxes.png", ("AP50", "mAP")),
     "dino_digits": Application(
         "neighbours.png",
