@@ -6,8 +6,8 @@ spectrogram, a decoder writes the words, letter by letter. espeak-ng speaks the 
 up to three words in any order. Validation has 8 other voices and 100 other numbers. `wer` is the
 word error rate (jiwer) of greedy answers to 320 such utterances; `wer_nearest` is that of the
 nearest training utterance by dynamic time warping. `heard.png` in the run's folder shows them.
-Expected: not run to its end by us in this form yet. An earlier form (4,000 training utterances, all
-of them numbers): wer 8.7, wer_nearest 47.8 (seed 0).
+Expected: wer 4.4, wer_nearest 47.8 (seed 0). 683,424 parameters. With AdamW and 400 steps: wer 9.8.
+Time: 10 minutes on two CPU cores beside other work, and a minute of speaking at the first start.
 Needs pip install 'jaxformer[speech]'.
 Command: make train EXP=speech_numbers
 Then: make generate EXP=speech_numbers ARGS="--prompt 'seven hundred two'"
@@ -29,7 +29,7 @@ from jaxformer.evaluation.speech import nearest_by_warping, transcribe, word_err
 from jaxformer.masks import full
 from jaxformer.models import EncoderDecoder, ModelConfig
 from jaxformer.tools.analysis import figures, spectrograms
-from jaxformer.training import AdamW, Cosine, Experiment, TokenCrossEntropy
+from jaxformer.training import Cosine, Experiment, Muon, TokenCrossEntropy
 from jaxformer.zoo.whisper import MelFrames
 
 NAMES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
@@ -141,10 +141,10 @@ experiment = Experiment(
     model=EncoderDecoder(encoder, decoder, share_embeddings=False),
     data=SpokenNumbers(),
     objective=TokenCrossEntropy(),
-    optimizer=AdamW(learning_rate=2e-3, b2=0.98),
+    optimizer=Muon(learning_rate=1e-2, adam_learning_rate=2e-3),
     schedule=Cosine(warmup=100),
-    steps=500,
+    steps=700,
     batch_size=64,
-    eval_every=250,
+    eval_every=350,
     metrics=(Generated((word_error_rate,), max_tokens=LENGTH), Nearest()),
 )
