@@ -9,6 +9,7 @@ Command: make gallery, or python -m experiments._gallery [RUNS] after it
 
 import ast
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -50,10 +51,10 @@ APPLICATIONS = {
 }
 
 
-def first_sentences(name: str) -> str:
-    """The first paragraph of an experiment's docstring."""
+def description(name: str) -> str:
+    """What an experiment's docstring says before the results that it expects."""
     text = ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split())
+    return re.split(r"^(?:Expected:|Needs |Time:)", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
 
 
 def minutes(folder: RunFolder) -> float:
@@ -81,7 +82,8 @@ def section(name: str, folders: list[RunFolder]) -> str:
         [
             f"## {name}",
             "",
-            first_sentences(name),
+            description(name),
+            "",
             f"`make train EXP={name}`",
             "",
             f"![{name}](pictures/{name}.png)",

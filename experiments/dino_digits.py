@@ -7,7 +7,8 @@ the features of the class token; `linear_probe` is the share that a linear class
 them. `neighbours_of_pixels` and `linear_probe_of_pixels` use pixels instead. `neighbours.png` in
 the run's folder shows unseen digits and, below each, its nearest known ones.
 Needs pip install 'jaxformer[vision]'.
-Expected: not run yet.
+Expected: not trained to a good end by us yet. After 500 steps neighbours 83.6 %, linear probe
+86.7 %; of pixels 99.2 and 97.8 % (seed 0). Later the teacher uses ever fewer directions (`spread`).
 Command: make train EXP=dino_digits
 """
 

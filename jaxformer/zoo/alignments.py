@@ -36,8 +36,8 @@ from jaxformer.ops.positions import learned
 from jaxformer.params import Spec, Tree
 from jaxformer.zoo import triangles
 from jaxformer.zoo.evoformer import (
+    CellMask,
     Cells,
-    Mask,
     change_of_alignment,
     change_of_pairs,
     outer_product_spec,
@@ -76,7 +76,7 @@ def alignment_of(config: ModelConfig) -> "Alignment":
     return config.embedding
 
 
-def cell_mask(inputs: Any, alignment: Shaped[Array, "B S R *rest"], context: Context) -> Mask:
+def cell_mask(inputs: Any, alignment: Shaped[Array, "B S R *rest"], context: Context) -> CellMask:
     """`inputs["mask"]`, 1 without one. Raises ConfigError for another shape, and segment_ids."""
     if context.padding_mask is not None:
         raise ConfigError(

@@ -2,10 +2,10 @@
 
 Jumper et al. 2021, doi:10.1038/s41586-021-03819-2, supplementary methods 1.6. Functions that are
 usable alone read an alignment `[B, S, R, C]` of S sequences and R residues, pairs `[B, R, R, Z]`
-and a mask of cells `[B, S, R]`, and return what the caller adds:
+and a padding mask of cells `[B, S, R]`, and return what the caller adds:
 
-    alignment += evoformer.row_attention(params, alignment, pairs, mask)
-    pairs += evoformer.outer_product_mean(params, alignment, mask)
+    alignment += evoformer.row_attention(params, alignment, pairs, padding_mask)
+    pairs += evoformer.outer_product_mean(params, alignment, padding_mask)
 
 `zoo.alignments` has the parts of a model that are made of them.
 """
@@ -25,33 +25,33 @@ from jaxformer.zoo import triangles
 from jaxformer.zoo.triangles import Pairs, layer_norm, line_attention, map_of, norm_spec
 
 Cells = Float[Array, "B S R C"]
-Mask = Shaped[Array, "B S R"]  # 0 or False for a cell that is missing
+CellMask = Shaped[Array, "B S R"]  # 0 or False for a cell that is missing
 
 
-def row_attention(params: Tree, alignment: Cells, pairs: Pairs, mask: Mask) -> Cells:
+def row_attention(params: Tree, alignment: Cells, pairs: Pairs, padding_mask: CellMask) -> Cells:
     """Each sequence attends over its residues, with a bias from the pairs. Algorithm 7."""
     x = layer_norm(params["norm"], alignment)
     bias = triangles.pair_bias(params, layer_norm(params["pair_norm"], pairs))
-    return line_attention(params, x, mask, bias)
+    return line_attention(params, x, padding_mask, bias)
 
 
-def column_attention(params: Tree, alignment: Cells, mask: Mask) -> Cells:
+def column_attention(params: Tree, alignment: Cells, padding_mask: CellMask) -> Cells:
     """Each residue attends over the sequences. Algorithm 8."""
     x = layer_norm(params["norm"], alignment).swapaxes(1, 2)
-    return line_attention(params, x, mask.swapaxes(1, 2)).swapaxes(1, 2)
+    return line_attention(params, x, padding_mask.swapaxes(1, 2)).swapaxes(1, 2)
 
 
-def outer_product_mean(params: Tree, alignment: Cells, mask: Mask) -> Pairs:
+def outer_product_mean(params: Tree, alignment: Cells, padding_mask: CellMask) -> Pairs:
     """W mean_s(a_si b_sj^T) over the sequences that have both residues. Algorithm 10.
 
     a and b are linear maps of the normalised alignment. The mean is 0 if no sequence has both.
     """
     x = layer_norm(params["norm"], alignment)
     factors = linear("bsrc,ckd->bsrkd", x, params["factors"])
-    factors = jnp.where((mask != 0)[..., None, None], factors, 0)
+    factors = jnp.where((padding_mask != 0)[..., None, None], factors, 0)
     # float32: a sum over many sequences loses digits in 16 bits
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    counted = (mask != 0).astype(wide)
+    counted = (padding_mask != 0).astype(wide)
     count = jnp.maximum(ops.einsum("bsi,bsj->bij", counted, counted), 1)
     outer = ops.einsum("bsic,bsjd->bijcd", factors[:, :, :, 0], factors[:, :, :, 1], wide)
     outer = outer / count[..., None, None]
@@ -91,7 +91,7 @@ def change_of_alignment(
     params: Tree,
     alignment: Cells,
     pairs: Pairs,
-    mask: Mask,
+    padding_mask: CellMask,
     rate: float = 0.0,
     key: Array | None = None,
 ) -> Cells:
@@ -99,9 +99,9 @@ def change_of_alignment(
 
     Dropout of the row attention is the same for all sequences.
     """
-    change = row_attention(params["row"], alignment, pairs, mask)
+    change = row_attention(params["row"], alignment, pairs, padding_mask)
     change = shared_dropout(change, rate, key, axis=1)
-    change = change + column_attention(params["column"], alignment + change, mask)
+    change = change + column_attention(params["column"], alignment + change, padding_mask)
     return change + transition(params["transition"], alignment + change)
 
 
@@ -118,7 +118,7 @@ def change_of_pairs(
     params: Tree,
     alignment: Cells,
     pairs: Pairs,
-    mask: Mask,
+    padding_mask: CellMask,
     rate: float = 0.0,
     key: Array | None = None,
 ) -> Pairs:
@@ -126,8 +126,8 @@ def change_of_pairs(
 
     A residue that no sequence has is padding.
     """
-    residues = (mask != 0).any(axis=1)
-    change = outer_product_mean(params["outer_product"], alignment, mask)
+    residues = (padding_mask != 0).any(axis=1)
+    change = outer_product_mean(params["outer_product"], alignment, padding_mask)
     for i, (name, update, axis) in enumerate(UPDATES):
         of_update = None if key is None else jax.random.fold_in(key, i)
         added = update(params[name], pairs + change, residues)

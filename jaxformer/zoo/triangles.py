@@ -1,8 +1,8 @@
 """Updates of pairs of residues along triangles: what i-k and k-j say about i-j.
 
 Jumper et al. 2021, doi:10.1038/s41586-021-03819-2, supplementary methods 1.6.5 and 1.6.6.
-Each function reads pairs `[B, R, R, Z]` and a mask of residues `[B, R]`, and returns what the
-caller adds to the pairs. `line_attention` is the gated attention that `zoo.evoformer` uses, too.
+Each function reads pairs `[B, R, R, Z]` and a padding mask of residues `[B, R]`, and returns what
+the caller adds to the pairs. `line_attention` is the gated attention of `zoo.evoformer`, too.
 """
 
 from typing import Any
@@ -69,12 +69,13 @@ def attention_spec(width: int, heads: int, head_width: int, pair_width: int | No
 def line_attention(
     params: Tree,
     x: Float[Array, "B K T C"],
-    mask: Shaped[Array, "B K T"],
+    padding_mask: Shaped[Array, "B K T"],
     bias: Float[Array, "B N T T"] | None = None,
 ) -> Float[Array, "B K T C"]:
     """W concat_n(sigmoid(gate) * softmax(q k^T / sqrt(H) + bias) v), within each line alone.
 
-    There are K lines of T cells. The bias is the same for all lines. The mask hides cells as keys.
+    There are K lines of T cells. The bias is the same for all lines. The padding mask hides cells
+    as keys.
     """
     B, K, T, C = x.shape
     lines = x.reshape(B * K, T, C)
@@ -82,7 +83,7 @@ def line_attention(
         linear("btc,cknh->btknh", lines, params["query_key_value"]), 2, 0
     )
     gate = jax.nn.sigmoid(linear("btc,cnh->btnh", lines, params["gate"]))
-    keys = (mask != 0).reshape(B * K, T).astype(jnp.int32)
+    keys = (padding_mask != 0).reshape(B * K, T).astype(jnp.int32)
     of_lines = None if bias is None else jnp.repeat(bias, K, axis=0)
     visible = segments(jnp.ones_like(keys), keys)
     seen: Any = ops.attention(query, key, value, mask=visible, bias=of_lines)
@@ -94,23 +95,23 @@ def pair_bias(params: Tree, pairs: Pairs) -> Float[Array, "B N R R"]:
     return linear("bijz,zn->bnij", pairs, params["bias"])
 
 
-def lines_of(mask: Residues) -> Shaped[Array, "B R R"]:
-    """The mask of all lines of the pairs: the residues of each line."""
-    return jnp.broadcast_to(mask[:, None], (*mask.shape, mask.shape[1]))
+def lines_of(padding_mask: Residues) -> Shaped[Array, "B R R"]:
+    """The padding mask of all lines of the pairs: the residues of each line."""
+    return jnp.broadcast_to(padding_mask[:, None], (*padding_mask.shape, padding_mask.shape[1]))
 
 
-def attend_starting(params: Tree, pairs: Pairs, mask: Residues) -> Pairs:
+def attend_starting(params: Tree, pairs: Pairs, padding_mask: Residues) -> Pairs:
     """i-j attends to i-k over all k, with a bias from j-k. Algorithm 13."""
     pairs = layer_norm(params["norm"], pairs)
-    return line_attention(params, pairs, lines_of(mask), pair_bias(params, pairs))
+    return line_attention(params, pairs, lines_of(padding_mask), pair_bias(params, pairs))
 
 
-def attend_ending(params: Tree, pairs: Pairs, mask: Residues) -> Pairs:
+def attend_ending(params: Tree, pairs: Pairs, padding_mask: Residues) -> Pairs:
     """i-j attends to k-j over all k, with a bias from k-i. Algorithm 14.
 
     It is `attend_starting` of the transposed pairs.
     """
-    return attend_starting(params, pairs.swapaxes(1, 2), mask).swapaxes(1, 2)
+    return attend_starting(params, pairs.swapaxes(1, 2), padding_mask).swapaxes(1, 2)
 
 
 def multiplication_spec(width: int, hidden: int) -> Tree:
@@ -125,20 +126,20 @@ def multiplication_spec(width: int, hidden: int) -> Tree:
     }
 
 
-def multiply_outgoing(params: Tree, pairs: Pairs, mask: Residues) -> Pairs:
+def multiply_outgoing(params: Tree, pairs: Pairs, padding_mask: Residues) -> Pairs:
     """gate * W norm(sum_k a_ik * b_jk), with a and b gated maps of the pairs. Algorithm 11."""
-    return multiply("bcik,bcjk->bcij", params, pairs, mask)
+    return multiply("bcik,bcjk->bcij", params, pairs, padding_mask)
 
 
-def multiply_incoming(params: Tree, pairs: Pairs, mask: Residues) -> Pairs:
+def multiply_incoming(params: Tree, pairs: Pairs, padding_mask: Residues) -> Pairs:
     """gate * W norm(sum_k a_ki * b_kj), with a and b gated maps of the pairs. Algorithm 12."""
-    return multiply("bcki,bckj->bcij", params, pairs, mask)
+    return multiply("bcki,bckj->bcij", params, pairs, padding_mask)
 
 
-def multiply(triangles: str, params: Tree, pairs: Pairs, mask: Residues) -> Pairs:
+def multiply(triangles: str, params: Tree, pairs: Pairs, padding_mask: Residues) -> Pairs:
     """The update whose products of a and b an einsum names."""
     pairs = layer_norm(params["norm"], pairs)
-    is_pair = (mask[:, :, None] != 0) & (mask[:, None] != 0)
+    is_pair = (padding_mask[:, :, None] != 0) & (padding_mask[:, None] != 0)
     gates = jax.nn.sigmoid(linear("bijz,zkc->bijkc", pairs, params["factor_gates"]))
     factors = gates * linear("bijz,zkc->bijkc", pairs, params["factors"])
     factors = jnp.where(is_pair[..., None, None], factors, 0)

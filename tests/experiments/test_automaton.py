@@ -9,6 +9,7 @@ from experiments.theory import automaton as theory
 from jaxformer import models
 
 
+@pytest.mark.thorough
 @settings(max_examples=4, deadline=None)
 @given(
     states=st.integers(1, 4),

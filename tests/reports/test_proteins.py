@@ -66,6 +66,7 @@ def test_the_pairs_bias_the_rows():
     assert moved[:, 2].all() and not np.delete(moved, 2, axis=1).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/alphafold2#90",
     "hpcaitech/FastFold#105",
@@ -75,6 +76,7 @@ def test_the_order_of_the_two_halves():
     tests.test_a_model_equals_its_definition()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/esm#491",
     "elttaes/Revisiting-PLMs#6",

@@ -35,6 +35,7 @@ def statistics(kind):
     return {name: float(total / weight) for name, (total, weight) in metrics.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/dino#43",
     right="A figure says that the answers tell nothing about the images.",
@@ -53,6 +54,7 @@ def test_a_collapse_is_seen(kind, spread, information):
     assert statistics("none")["information"] > 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/dinov2#173",
     right="Small batches in accumulation move the centre as one large batch does.",
@@ -78,6 +80,7 @@ def digits_of(count):
     return jax.random.uniform(jax.random.key(9), (count, 8, 8, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/vit-pytorch#97",
     right="What is hidden decides the loss: another hidden image has another one.",
@@ -99,6 +102,7 @@ def test_the_target_is_the_image():
     assert loss(drawn) < 1e-10
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/mae#203",
     right="A probe of the trained encoder sees every patch.",
@@ -114,6 +118,7 @@ def test_a_probe_sees_every_patch():
             assert np.abs(mae_digits.features(MAE, params, changed) - plain).max() > 1e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/mae#146",
     right="A picture shows the seen patches as they are, and draws the hidden ones alone.",

@@ -146,6 +146,7 @@ def test_before_the_first_step_the_teacher_is_the_student():
     assert all(map(np.array_equal, jax.tree.leaves(new), jax.tree.leaves(params)))
 
 
+@pytest.mark.thorough
 def test_the_teacher_has_no_gradient_and_no_dropout():
     model = replace(MODEL, dropout_rate=0.5)
     params, batch = models.init(model, jax.random.key(0)), batch_of()
@@ -166,6 +167,7 @@ def test_the_teacher_has_no_gradient_and_no_dropout():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_an_image_without_weight_may_be_anything(weight):
     """It counts neither in the loss, nor in the centre, nor in the spread."""

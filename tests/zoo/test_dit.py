@@ -280,6 +280,7 @@ def test_the_time_keeps_its_precision_in_bfloat16():
     assert jnp.bfloat16(0.5005) == 0.5
 
 
+@pytest.mark.thorough
 def test_a_dit_with_experts_learns_to_balance_them():
     """The model's own loss has a gradient, and its statistics are reported."""
     gradients = []

@@ -288,6 +288,7 @@ def test_a_model_equals_its_definition():
             np.testing.assert_allclose(found, each, atol=1e-4 * np.abs(each).max())
 
 
+@pytest.mark.thorough
 def test_padding_changes_nothing():
     """More sequences and more residues that are missing, whatever stands there."""
     tree, batch = random_parameters(models.spec(MODEL)), batch_of()

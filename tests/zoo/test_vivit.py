@@ -213,6 +213,7 @@ def test_kernels_of_images_become_kernels_of_videos(frames):
     np.testing.assert_allclose(of_video(inflated(kernel, frames)), of_image(mean), **tolerance)
 
 
+@pytest.mark.thorough
 def test_gradients_are_finite_and_reach_every_parameter():
     params = random_parameters(MODEL)
     labels = jnp.array([0, 3, 4])
