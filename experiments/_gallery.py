@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.chat._table import minutes
 from jaxformer.runs.run_folder import RunFolder, runs_of
 
 ROOT = Path(__file__).parent
@@ -55,12 +56,6 @@ def description(name: str) -> str:
     """What an experiment's docstring says before the results that it expects."""
     text = ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text(encoding="utf-8"))) or ""
     return re.split(r"^(?:Expected:|Needs |Time:)", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
-
-
-def minutes(folder: RunFolder) -> float:
-    """The time of all starts of a run."""
-    starts = json.loads(folder.goodput.read_text())["starts"]
-    return sum(seconds for start in starts for seconds in start.values()) / 60
 
 
 def line(folder: RunFolder, scores: tuple[str, ...]) -> str:

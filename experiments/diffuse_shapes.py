@@ -11,7 +11,7 @@ much smaller distance.
 `samples.png` in the run's folder shows samples beside the requests.
 Expected: right 98.0 %, distance 2.33 (seed 0); of unseen images 99.8 % and 1.76. AdamW instead of
 Muon, and a smaller start: 53 %. 721,680 parameters.
-Time: 3 minutes on two CPU cores.
+Time: 3.5 minutes on two CPU cores beside other work.
 Command: make train EXP=diffuse_shapes
 Then: make generate EXP=diffuse_shapes ARGS="--prompt 'red ring'"
 """

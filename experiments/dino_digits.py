@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.mae_digits import flat, labelled
 from jaxformer import models
 from jaxformer.data.augment import Move, ResizedCrop, augmented
 from jaxformer.data.batching import take_rows
 from jaxformer.data.images import Digits
 from jaxformer.evaluation.metric import Evaluation
-from jaxformer.evaluation.probes import Labelled, linear_probe, nearest_neighbours
+from jaxformer.evaluation.probes import linear_probe, nearest_neighbours
 from jaxformer.masks import full
 from jaxformer.models import ModelConfig, Patches
 from jaxformer.tools.analysis import figures
@@ -54,7 +55,7 @@ def probes(scored: Evaluation) -> dict[str, float]:
         ("", partial(features, scored.model, scored.params)),
         ("_of_pixels", flat),
     ):
-        known, unseen = (Labelled(read(each["images"]), each["labels"]) for each in rows)
+        known, unseen = (labelled(each, read) for each in rows)
         scores["neighbours" + ending] = nearest_neighbours(known, unseen)
         scores["linear_probe" + ending] = linear_probe(known, unseen)
     if scored.folder is not None and jax.process_index() == 0:
@@ -63,11 +64,6 @@ def probes(scored: Evaluation) -> dict[str, float]:
         shown = rows[1]["images"][:SHOWN], rows[0]["images"][nearest]
         figures.save(lambda: picture(*shown), scored.folder / "neighbours.png")
     return scores
-
-
-def flat(images: np.ndarray) -> np.ndarray:
-    """Images [n, H, W, C] as vectors."""
-    return images.reshape(len(images), -1)
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:

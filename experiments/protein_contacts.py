@@ -25,10 +25,10 @@ from jaxformer.data.sources import Dataset
 from jaxformer.evaluation import contacts
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.masks import full
-from jaxformer.models import ModelConfig
+from jaxformer.models import ModelConfig, blocks
 from jaxformer.tools.analysis import figures
 from jaxformer.training import Cosine, Experiment, Muon
-from jaxformer.zoo.alignments import Alignment, AlignmentUpdate, PairUpdate, bare
+from jaxformer.zoo.alignments import Alignment, AlignmentUpdate, PairUpdate
 from jaxformer.zoo.distogram import Distogram, PairCrossEntropy
 
 R, S, TYPES, APART = 28, 32, 6, 4  # residues, sequences, types, least distance of a contact
@@ -140,7 +140,7 @@ experiment = Experiment(
         embedding=Alignment(TYPES, pair_width=32),
         mixer=AlignmentUpdate(dropout_rate=0.0),
         feedforward=PairUpdate(outer_width=8, d_ff=64, dropout_rate=0.0),
-        block=bare,
+        block=blocks.bare,
         heads=(Distogram(2),),
         unroll=1,
     ),

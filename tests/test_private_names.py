@@ -173,16 +173,21 @@ def is_private(name):
 
 
 def private_imports(tree):
-    """Modules under a private name that a file imports, such as `jax._src.compiler`."""
+    """Modules under a private name that a file imports, such as `jax._src.compiler`.
+
+    Ours are left out: a file of experiments whose name begins with _ is no experiment.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(
-            is_private(part) for part in (node.module or "").split(".")
-        ):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            modules = {f"{node.module}.{alias.name}": node.module or "" for alias in node.names}
         elif isinstance(node, ast.Import):
-            yield from (
-                a.name for a in node.names if any(is_private(part) for part in a.name.split("."))
-            )
+            modules = {alias.name: alias.name for alias in node.names}
+        else:
+            continue
+        for name, module in modules.items():
+            parts = module.split(".")
+            if parts[0] != "experiments" and any(map(is_private, parts)):
+                yield name
 
 
 @pytest.mark.thorough

@@ -27,8 +27,7 @@ from jaxtyping import Float, Int
 
 from jaxformer import models
 from jaxformer.masks import full
-from jaxformer.models import ModelConfig, TokenClassification
-from jaxformer.models.layer import Block
+from jaxformer.models import ModelConfig, TokenClassification, blocks
 from jaxformer.params import Tree
 
 SURE = 1000.0  # a score beside scores of 0: exp(-1000) is 0 in float32
@@ -71,17 +70,6 @@ def run(automaton: Automaton, text: Sequence[int]) -> list[int]:
     return states
 
 
-def bare(config: ModelConfig, names: Sequence[str]) -> Block:
-    """x + f(x) for each sub-layer f: no norms, which would round the tables."""
-
-    def apply(params, x, sublayers, context):
-        for f in sublayers.values():
-            x = x + f(x)
-        return x
-
-    return Block({}, apply)
-
-
 def transformer(automaton: Automaton, length: int) -> ModelConfig:
     """The sizes of a model for texts of `length` symbols, behind a token of the start."""
     Q, T = automaton.states, length + 1
@@ -94,7 +82,7 @@ def transformer(automaton: Automaton, length: int) -> ModelConfig:
         context_length=T,
         d_ff=Q**3 + 2 * Q**2,
         feedforward="relu",
-        block=bare,
+        block=blocks.bare,  # a norm would round the tables
         masks=(full(),),
         heads=(TokenClassification(Q, name="state"),),
     )

@@ -6,12 +6,16 @@ These are the baselines that a model of contacts is compared with. An alignment 
 
 import numpy as np
 
+from jaxformer.errors import ConfigError
+
 
 def frequencies(alignment: np.ndarray, types: int, pseudocount: float) -> tuple:
     """(f_i(a) [R, q], f_ij(a, b) [R, q, R, q]), mixed with the pseudocount's share of 1/q, 1/q^2.
 
-    f_ii(a, b) is f_i(a) for a = b, and 0 else. Morcos et al. 2011, doi:10.1073/pnas.1111471108.
+    f_ii(a, b) is f_i(a) for a = b, and 0 else. Raises ConfigError for an alignment of another form.
+    Morcos et al. 2011, doi:10.1073/pnas.1111471108.
     """
+    check_alignment(alignment, types, pseudocount)
     S, R = alignment.shape
     cells = np.eye(types)[alignment].reshape(S, R * types)
     single = (1 - pseudocount) * cells.mean(axis=0) + pseudocount / types
@@ -20,6 +24,18 @@ def frequencies(alignment: np.ndarray, types: int, pseudocount: float) -> tuple:
     for i in range(R):
         double[i, :, i] = np.diag(single[i])
     return single, double
+
+
+def check_alignment(alignment: np.ndarray, types: int, pseudocount: float) -> None:
+    """Raises ConfigError unless it holds types [S, R] below `types`, and for a pseudocount > 1."""
+    is_table = alignment.ndim == 2 and alignment.size and alignment.dtype.kind in "iu"
+    if not is_table or alignment.min() < 0 or alignment.max() >= types:
+        raise ConfigError(
+            f"alignment {alignment.dtype}{list(alignment.shape)}: expected integers [S, R] from 0 "
+            f"to {types - 1}"
+        )
+    if not 0 <= pseudocount <= 1:
+        raise ConfigError(f"pseudocount={pseudocount}: expected a share from 0 to 1")
 
 
 def mutual_information(alignment: np.ndarray, types: int, pseudocount: float = 0.3) -> np.ndarray:
@@ -37,8 +53,11 @@ def mean_field(alignment: np.ndarray, types: int, pseudocount: float = 0.9) -> n
     """The Frobenius norm of the couplings -(f_ij - f_i f_j)^-1, less the average product.
 
     The last type is left out of the inverse; the norm is that of couplings whose rows and columns
-    have the mean 0. Morcos et al. 2011; Ekeberg et al. 2013, doi:10.1103/PhysRevE.87.012707.
+    have the mean 0. Raises ConfigError for a pseudocount of 0, which leaves no inverse. Morcos et
+    al. 2011; Ekeberg et al. 2013, doi:10.1103/PhysRevE.87.012707.
     """
+    if pseudocount == 0:
+        raise ConfigError("mean_field: pseudocount=0: types that do not occur have no inverse")
     single, double = frequencies(alignment, types, pseudocount)
     R, q = single.shape
     covariance = double - single[:, :, None, None] * single[None, None]

@@ -3,16 +3,23 @@
 import numpy as np
 from jaxtyping import Float
 
-from jaxformer.errors import check_whole, package_of
+from jaxformer.errors import ConfigError, check_whole, package_of
 
 
 def seasonal_naive_error(past: Float[np.ndarray, " T"], season: int) -> float:
     """The mean of |y_t - y_{t - season}|: a mean absolute error divided by it is a MASE.
 
-    Raises ConfigError for a season below 1. Hyndman & Koehler 2006, section 3.
+    Raises ConfigError for a season below 1, for a series no longer than a season, and for one that
+    repeats its season exactly: then no error has a MASE. Hyndman & Koehler 2006, section 3.
     """
     check_whole("seasonal_naive_error: season", season)
-    return float(np.abs(past[season:] - past[:-season]).mean())
+    changes = np.abs(past[season:] - past[:-season])
+    if not changes.any():
+        raise ConfigError(
+            f"seasonal_naive_error: {len(past)} values, season={season}: no value differs from "
+            "that of a season before; a MASE would divide by 0"
+        )
+    return float(changes.mean())
 
 
 def autoregression(

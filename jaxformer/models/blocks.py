@@ -110,6 +110,17 @@ def parallel_norms(config: ModelConfig, names: Sequence[str]) -> Block:
     )
 
 
+def bare(config: ModelConfig, names: Sequence[str]) -> Block:
+    """x + f(x) for each sub-layer f, without norms: for sub-layers that have norms of their own."""
+
+    def apply(params: Tree, x: Stream, sublayers: Sublayers, context: Context) -> Stream:
+        for f in sublayers.values():
+            x = add(x, f(x))
+        return x
+
+    return Block({}, apply)
+
+
 def add(x: Stream, y: Stream) -> Stream:
     """x + y, sharded like the residual stream."""
     return with_logical_constraint(x + y, "batch", "length", None)

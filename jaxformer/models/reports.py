@@ -13,17 +13,19 @@ def with_own(sums: LossSums, output: Output) -> LossSums:
     """The sums, with the model's own loss, its statistics, and its variables' new values.
 
     The model's own loss (routing) changes only the gradient. A statistic is a mean over layers; if
-    its name ends in /layers, it has a value for each layer.
+    its name ends in /layers, it has a value for each layer. New values of the objective's variables
+    stay. An output of a model of your own may lack all three.
     """
     loss = sums.loss
-    if output.loss is not None:
+    own = getattr(output, "loss", None)
+    if own is not None:
         # the routing loss changes the gradient, but not the reported loss
-        zero = output.loss - jax.lax.stop_gradient(output.loss)
+        zero = own - jax.lax.stop_gradient(own)
         loss = loss + (zero * sums.weight).astype(loss.dtype)
     metrics = dict(sums.metrics)
-    for name, value in (output.stats or {}).items():
+    for name, value in (getattr(output, "stats", None) or {}).items():
         if value.ndim == 1:  # one value for each layer
             mean = value if name.endswith("/layers") else jnp.mean(value)
             metrics[name] = (mean.astype(loss.dtype) * sums.weight, sums.weight)
-    updates = getattr(output, "updates", None)
+    updates = {**(getattr(output, "updates", None) or {}), **(sums.updates or {})} or None
     return replace(sums, loss=loss, metrics=metrics, updates=updates)

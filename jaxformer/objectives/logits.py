@@ -18,6 +18,13 @@ from jaxformer.sharding import mesh_axes
 OfLogits = Callable[[Array, Array], Any]
 
 
+class Numbers(NamedTuple):
+    """What a function of the logits gave for each token, and what the model answered beside it."""
+
+    values: Any  # an array [B, T], or a tree of such arrays
+    output: Any  # `models.Output`, without logits if the model is a config
+
+
 class LanguageHead(NamedTuple):
     """The language model of a model of this library."""
 
@@ -45,7 +52,7 @@ def of_logits(
     tokens: Integer[Array, "B T"],
     labels: Integer[Array, "B T"],
     **inputs: Any,
-) -> Any:
+) -> Numbers:
     """`function(logits, labels)` of a model that reads `tokens`: arrays `[B, T]`.
 
     The logits of some positions are in memory at a time. The backward pass computes these again.
@@ -53,15 +60,16 @@ def of_logits(
     model.
     """
     if not models.is_config(model):
-        return function(models.apply(model, params, tokens, **inputs).logits, labels)
+        output = models.apply(model, params, tokens, **inputs)
+        return Numbers(function(output.logits, labels), output)
     config, head, tree = language_head(model, params)
-    hidden = models.encode(model, params, tokens, **inputs).hidden
+    output = models.encode(model, params, tokens, **inputs)
     own, table = heads.tables(head, tree)
 
     def of_hidden(hidden, labels):
         return function(heads.logits(config, head, own, hidden, table), labels)
 
-    return over_chunks(of_hidden, hidden, labels, config.vocab_size)
+    return Numbers(over_chunks(of_hidden, output.hidden, labels, config.vocab_size), output)
 
 
 def over_chunks(

@@ -26,8 +26,9 @@ from jaxtyping import Float, Integer
 
 from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers, check_whole
+from jaxformer.models.reports import with_own
 from jaxformer.objectives.advantages import group_relative
-from jaxformer.objectives.logits import OfLogits, of_logits
+from jaxformer.objectives.logits import Numbers, OfLogits, of_logits
 from jaxformer.objectives.objective import Batch, StepContext, frozen_model
 from jaxformer.objectives.tokens import TokenCrossEntropy
 from jaxformer.ops.losses import LossSums, log_probabilities
@@ -163,7 +164,7 @@ class PolicyGradient:
 
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
         samples = self.samples(batch, context)
-        current, spread = of_answers(
+        (current, spread), output = of_answers(
             log_probability_and_entropy, model, params, samples, context.dtype
         )
         # in the step after sampling, the policy that drew the tokens is the present one
@@ -179,7 +180,7 @@ class PolicyGradient:
         reports = {"ratio_change": jnp.abs(jnp.expm1(log_ratios))}
         if self.reference is not None:
             frozen = frozen_model(context, self.reference)
-            others = of_answers(log_probabilities, model, frozen, samples, context.dtype)
+            others, _ = of_answers(log_probabilities, model, frozen, samples, context.dtype)
             divergence = divergence_estimate(jnp.where(answers > 0, others - current, 0.0))
             losses = losses + self.kl * divergence
             reports["kl"] = divergence
@@ -197,7 +198,7 @@ class PolicyGradient:
                 for name, value in {**samples, "log_probabilities": old}.items()
             }
             updates = {"objective": {SAMPLES: variables}}
-        return LossSums(loss, weight, metrics, updates, unit=unit)
+        return with_own(LossSums(loss, weight, metrics, updates, unit=unit), output)
 
     def samples(self, batch: Batch, context: StepContext) -> Batch:
         """The batch, or the samples of an earlier step.
@@ -232,7 +233,7 @@ def is_fresh(batch: Batch) -> Array:
     return batch["fresh"].max() > 0
 
 
-def of_answers(function: OfLogits, model: Any, params: Any, samples: Batch, dtype: Any) -> Any:
+def of_answers(function: OfLogits, model: Any, params: Any, samples: Batch, dtype: Any) -> Numbers:
     """`function(logits, labels)` for each token: arrays [B, G, T].
 
     The logits are divided by the temperature that answers were drawn at.
@@ -246,8 +247,8 @@ def of_answers(function: OfLogits, model: Any, params: Any, samples: Batch, dtyp
         return function(logits / temperature, labels)
 
     without = models.evaluation(model)
-    found = of_logits(at_temperature, without, params, tokens, labels, dtype=dtype)
-    return jax.tree.map(lambda x: x.reshape(B, G, T), found)
+    found, output = of_logits(at_temperature, without, params, tokens, labels, dtype=dtype)
+    return Numbers(jax.tree.map(lambda x: x.reshape(B, G, T), found), output)
 
 
 def divergence_estimate(log_ratios: Float[Array, "..."]) -> Float[Array, "..."]:

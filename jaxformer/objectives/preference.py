@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
+from jaxformer.models.reports import with_own
 from jaxformer.objectives.logits import of_logits
 from jaxformer.objectives.objective import (
     Batch,
@@ -141,15 +142,15 @@ class Preference:
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
-        policy = answers(model, params, batch, context.dtype)
+        policy, output = answers(model, params, batch, context.dtype)
         reference = None
         if self.reference is not None:
             frozen = frozen_model(context, self.reference)
-            reference = answers(model, frozen, batch, context.dtype)
+            reference, _ = answers(model, frozen, batch, context.dtype)
         losses, rewards = self.loss(policy, reference)
         losses = losses - self.anchor * policy.mean[:, 0]
         reports = {"chosen_log_probability": policy.log_probabilities[:, 0]}
-        return pair_sums(losses, rewards, batch["weights"], reports)
+        return with_own(pair_sums(losses, rewards, batch["weights"], reports), output)
 
 
 def pair_sums(
@@ -175,18 +176,22 @@ def pair_sums(
     return LossSums(jnp.sum(losses * weights), total, metrics, unit="pairs")
 
 
-def answers(model: Any, params: Any, batch: Batch, dtype: Any) -> Answers:
-    """The log-probabilities that a model gives to the answers of a batch. Without dropout."""
+def answers(model: Any, params: Any, batch: Batch, dtype: Any) -> tuple[Answers, Any]:
+    """(the log-probabilities that a model gives to the answers of a batch, its output).
+
+    Without dropout.
+    """
     B, two, T = batch["tokens"].shape
     tokens, labels, flags = (
         batch[name].reshape(B * two, T) for name in ("tokens", "labels", "answers")
     )
     # padding follows a text, and a causal mask hides it
     without = models.evaluation(model)
-    found = of_logits(log_probabilities, without, params, tokens, labels, dtype=dtype)
+    found, output = of_logits(log_probabilities, without, params, tokens, labels, dtype=dtype)
     flags = flags.astype(found.dtype)
     found = found * flags
-    return Answers(found.sum(axis=1).reshape(B, two), flags.sum(axis=1).reshape(B, two))
+    sums = (each.sum(axis=1).reshape(B, two) for each in (found, flags))
+    return Answers(*sums), output
 
 
 def smoothed(margin: Float[Array, " B"], share: float) -> Float[Array, " B"]:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from jaxformer import models
 from jaxformer.errors import ConfigError, check_numbers
+from jaxformer.models.reports import with_own
 from jaxformer.objectives.objective import Batch, StepContext, in_both_forms
 from jaxformer.objectives.preference import pair_sums
 from jaxformer.ops.einsum import in_float32
@@ -35,16 +36,18 @@ class RewardModel:
 
     @in_both_forms
     def __call__(self, model: Any, params: Any, batch: Batch, context: StepContext) -> LossSums:
-        rewards = text_rewards(model, params, batch, context)
+        rewards, output = text_rewards(model, params, batch, context)
         margins = rewards[:, 0] - rewards[:, 1]
         losses = -jax.nn.log_sigmoid(margins) + self.centre * jnp.square(rewards.sum(axis=1))
-        return pair_sums(losses, rewards, batch["weights"], {})
+        return with_own(pair_sums(losses, rewards, batch["weights"], {}), output)
 
 
 def text_rewards(
     model: Any, params: Any, batch: Batch, context: StepContext
-) -> Float[Array, "B 2"]:
-    """The rewards of the two texts of each pair. Raises ConfigError for a head of another shape.
+) -> tuple[Float[Array, "B 2"], Any]:
+    """(the rewards of the two texts of each pair, the model's output).
+
+    Raises ConfigError for a head of another shape.
 
     A text has its last token, unless it is one token longer than the context.
     """
@@ -67,7 +70,7 @@ def text_rewards(
             f"RewardModel: the model's first head gives {shape}; expected [{B * two}, 1]: "
             'heads=(Classification(1, pool="last", pooler=None),)'
         )
-    return in_float32(rewards).reshape(B, two)
+    return in_float32(rewards).reshape(B, two), output
 
 
 def last_places(flags: Float[Array, "B 2 T"]) -> Array:

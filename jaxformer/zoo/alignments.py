@@ -1,16 +1,16 @@
 """Parts of a model that reads an alignment of sequences: AlphaFold 2 without its structures.
 
     ModelConfig(embedding=Alignment(types), mixer=AlignmentUpdate(), feedforward=PairUpdate(),
-                block=bare, heads=(Distogram(bins),), positions=None, masks=(full(),), ...)
+                block=blocks.bare, heads=(Distogram(bins),), positions=None, masks=(full(),), ...)
 
-reads types `[B, S, R]` of S sequences and R residues, `inputs={"mask": flags [B, S, R]}` if cells
-are missing, and `positions` if residues are. A layer is the Evoformer's (`zoo.evoformer`): its
-mixer updates the alignment, its feed-forward the pairs of residues. The stream of a residue is its
-line of pairs, then its column of the alignment; `unpack` takes both out of `Output.hidden`.
+reads types `[B, S, R]` of S sequences and R residues. If cells are missing, give
+`inputs={"padding_mask": flags [B, S, R]}`; if residues are missing, give `positions`. A layer is
+the Evoformer's (`zoo.evoformer`): its mixer updates the alignment, its feed-forward the pairs of
+residues. The stream of a residue is its line of pairs, then its column of the alignment; `unpack`
+takes both out of `Output.hidden`.
 Jumper et al. 2021, doi:10.1038/s41586-021-03819-2, supplementary methods 1.5 and 1.6.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +21,9 @@ from jaxtyping import Float, Int, Shaped
 
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import full
-from jaxformer.models.blocks import Stream, Sublayers, add
+from jaxformer.models.blocks import Stream
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import (
-    Block,
     Context,
     Embedder,
     FeedForward,
@@ -61,13 +60,16 @@ def unpack(config: ModelConfig, x: Float[Array, "B R W"]) -> tuple[Cells, Pairs]
     return x[:, :, R * Z :].reshape(B, R, -1, C).swapaxes(1, 2), pairs
 
 
-def alignment_of(config: ModelConfig) -> "Alignment":
-    """`config.embedding`. Raises ConfigError for another embedding, and for other parts.
+def alignment_of(config: ModelConfig) -> Any:
+    """`config.embedding`. Raises ConfigError for one without `pair_width`, and for other parts.
 
     An Evoformer has no masks of layers and no vectors of absolute positions.
     """
-    if not isinstance(config.embedding, Alignment):
-        raise ConfigError(f"model.embedding={config.embedding}: expected zoo.Alignment(types)")
+    if not hasattr(config.embedding, "pair_width"):
+        raise ConfigError(
+            f"model.embedding={config.embedding}: expected zoo.Alignment(types), or an embedding "
+            "of your own with an attribute `pair_width`"
+        )
     if config.positions is not None or set(config.masks) != {full()}:
         raise ConfigError(
             "model: an Evoformer knows distances of residues by its pairs, and every residue sees "
@@ -77,28 +79,20 @@ def alignment_of(config: ModelConfig) -> "Alignment":
 
 
 def cell_mask(inputs: Any, alignment: Shaped[Array, "B S R *rest"], context: Context) -> CellMask:
-    """`inputs["mask"]`, 1 without one. Raises ConfigError for another shape, and segment_ids."""
+    """`inputs["padding_mask"]`, 1 without one.
+
+    Raises ConfigError for another shape, and for segment_ids.
+    """
     if context.padding_mask is not None:
         raise ConfigError(
             "apply: an Evoformer reads no segment_ids; cells that are missing, and residues of "
-            'padding, are 0 in inputs={"mask": flags [B, S, R]}'
+            'padding, are 0 in inputs={"padding_mask": flags [B, S, R]}'
         )
     shape = alignment.shape[:3]
-    mask = inputs.get("mask") if isinstance(inputs, dict) else None
-    if mask is not None and mask.shape != shape:
-        raise ConfigError(f"inputs: mask {list(mask.shape)}: expected flags {list(shape)}")
-    return jnp.ones(shape, bool) if mask is None else mask
-
-
-def bare(config: ModelConfig, names: Sequence[str]) -> Block:
-    """x + f(x) for each sub-layer f: those of an Evoformer have norms of their own."""
-
-    def apply(params: Tree, x: Stream, sublayers: Sublayers, context: Context) -> Stream:
-        for f in sublayers.values():
-            x = add(x, f(x))
-        return x
-
-    return Block({}, apply)
+    flags = inputs.get("padding_mask") if isinstance(inputs, dict) else None
+    if flags is not None and flags.shape != shape:
+        raise ConfigError(f"inputs: padding_mask {list(flags.shape)}: expected flags {list(shape)}")
+    return jnp.ones(shape, bool) if flags is None else flags
 
 
 @dataclass(frozen=True)

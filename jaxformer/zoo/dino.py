@@ -127,7 +127,8 @@ class SelfDistillation:
     """
 
     view: View  # what the teacher and the student see
-    small_view: View | None = None  # what the student alone sees, such as a part of the image
+    # what the student alone sees, such as a part of the image; None: `view`
+    small_view: View | None = None
     small_views: int = 0  # of each image
     momentum: float = 0.996  # of the teacher
     centre_momentum: float = 0.9  # of the centre
@@ -142,11 +143,6 @@ class SelfDistillation:
         for name in ("teacher_temperature", "temperature"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"objective.{name}={getattr(self, name)}: must be above 0")
-        if self.small_views and self.small_view is None:
-            raise ConfigError(
-                f"objective.small_views={self.small_views}: needs objective.small_view, a function "
-                "(key, images) -> images"
-            )
 
     def spec(self, model: Any) -> Tree:
         """The teacher, and the centre of its scores: variables."""
@@ -162,8 +158,9 @@ class SelfDistillation:
         head = head_of(model)
         *view_keys, model_key = jax.random.split(context.key, 3 + self.small_views)
         images = batch["images"]
-        views = [self.view, self.view, *[self.small_view or self.view] * self.small_views]
-        seen = [view(key, images) for view, key in zip(views, view_keys, strict=True)]
+        small_view = self.small_view or self.view
+        seen = [self.view(key, images) for key in view_keys[:2]]
+        seen += [small_view(key, images) for key in view_keys[2:]]
         check_views(images, seen)
 
         def scores(config: Any, tree: Tree, shown: list, key: Any = None) -> tuple[Array, Any]:
@@ -184,13 +181,12 @@ class SelfDistillation:
         information = spread - mean_of_images(entropy(told)[..., None], weights)[0]
         reported = {"spread": spread, "information": information}
         metrics = {name: (value * sums.weight, sums.weight) for name, value in reported.items()}
-        sums = with_own(replace(sums, metrics=metrics), output)
         change = mean_of_images(known, weights) - centre
-        own = {
+        variables = {
             "teacher": jax.tree.map(self.moved, teacher, params),
             "centre": centre + (1 - self.centre_momentum) * change,
         }
-        return replace(sums, updates={**(sums.updates or {}), "objective": own})
+        return with_own(replace(sums, metrics=metrics, updates={"objective": variables}), output)
 
     def teacher(self, params: Tree, context: Any) -> Tree:
         """The teacher's parameters: before the first step, those of the student."""
@@ -210,14 +206,17 @@ class SelfDistillation:
         return {"images": batch["images"]}
 
 
-def head_of(model: Any) -> Prototypes:
-    """The head that the objective reads. Raises ConfigError."""
+def head_of(model: Any) -> Any:
+    """The head that the objective reads: the first one that counts directions.
+
+    It is a `Prototypes`, or a head of your own with `count` and `name`. Raises ConfigError.
+    """
     found = getattr(model, "heads", ())
-    head = next((head for head in found if isinstance(head, Prototypes)), None)
+    head = next((head for head in found if hasattr(head, "count")), None)
     if head is None:
         raise ConfigError(
-            "objective: SelfDistillation needs a ModelConfig with the head zoo.dino.Prototypes(...)"
-            f"; got heads={found}"
+            "objective: SelfDistillation needs a model with the head zoo.dino.Prototypes(...), or "
+            f"one of your own with the attributes count and name; got heads={found}"
         )
     return head
 

@@ -55,9 +55,9 @@ class PairCrossEntropy:
     """-log p(bin) of each pair, its mean over the pairs of an alignment that have a bin.
 
     A batch has `alignment` [B, S, R], `bins` [B, R, R], `weights` [B] and, if cells are missing,
-    `mask` [B, S, R]. A pair of a negative bin does not count; a bin that does not exist gives NaN.
-    `bins_accuracy` is the share of pairs whose most probable bin is right. The model has the head
-    `Distogram` first. Raises ConfigError for an answer of another shape.
+    `padding_mask` [B, S, R]. A pair of a negative bin does not count; a bin that does not exist
+    gives NaN. `bins_accuracy` is the share of pairs whose most probable bin is right. The model has
+    the head `Distogram` first. Raises ConfigError for an answer of another shape.
     """
 
     def example(self, model: Any, batch: dict) -> dict:
@@ -99,5 +99,6 @@ class PairCrossEntropy:
 
 
 def inputs_of(batch: dict) -> dict | None:
-    """The argument `inputs` of `models.apply` for a batch: its mask, if it has one."""
-    return {"mask": batch["mask"]} if "mask" in batch else None
+    """The argument `inputs` of `models.apply` for a batch: its padding mask, if it has one."""
+    name = "padding_mask"
+    return {name: batch[name]} if name in batch else None

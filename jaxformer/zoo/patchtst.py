@@ -34,8 +34,8 @@ def as_rows(series: Float[Array, "B length C"]) -> Float[Array, "R length"]:
     return series.swapaxes(1, 2).reshape(-1, series.shape[1])
 
 
-def as_channels(rows: Float[Array, "R H *levels"], channels: int) -> Float[Array, "B H C *levels"]:
-    """[B C, H, ...] as [B, H, C, ...]: the inverse of `as_rows`."""
+def as_channels(rows: Float[Array, "R U *levels"], channels: int) -> Float[Array, "B U C *levels"]:
+    """[B C, U, ...] as [B, U, C, ...], U future values: the inverse of `as_rows`."""
     return jnp.moveaxis(rows.reshape(-1, channels, *rows.shape[1:]), 1, 2)
 
 
@@ -121,8 +121,8 @@ class Quantiles:
 
     A linear map of all patches together, times the deviation, plus the mean of the series. Section
     3.1; the paper's head has one output for each future value. Sorted quantiles have no larger loss
-    than crossing ones: Chernozhukov et al. 2010. Raises ConfigError for an embedding that is no
-    `SeriesPatches`, and for padding.
+    than crossing ones: Chernozhukov et al. 2010. Raises ConfigError for an embedding without
+    `patches`, and for padding.
     """
 
     horizon: int = 96  # future values
@@ -139,10 +139,11 @@ class Quantiles:
 
     def __call__(self, config: ModelConfig) -> Head:
         series = config.embedding
-        if not isinstance(series, SeriesPatches):
+        if not hasattr(series, "patches"):
             raise ConfigError(
                 f"model.heads={self.name}: it forecasts series; expected "
-                "embedding=zoo.patchtst.SeriesPatches(...)"
+                "embedding=zoo.patchtst.SeriesPatches(...), or an embedding of your own with an "
+                "attribute `patches`"
             )
         shape = series.patches, config.hidden_width, self.horizon, len(self.levels)
         axes = "length", "embed", "class", None
@@ -153,14 +154,14 @@ class Quantiles:
             padding_mask: Any,
             inputs: Tree,
             tokens: Any,
-        ) -> Float[Array, "B H Q"]:
+        ) -> Float[Array, "B horizon levels"]:
             if padding_mask is not None:
                 raise ConfigError(
                     "apply: segment_ids: the head of PatchTST reads every patch; give series "
                     "without padding"
                 )
             mean, deviation = statistics(tokens)
-            y = linear("btd,tdhq->bhq", hidden, params, mean.dtype)
+            y = linear("btd,tduq->buq", hidden, params, mean.dtype)
             return jnp.sort(y * deviation[:, :, None] + mean[:, :, None], axis=-1)
 
         spec = params.linear(shape, axes, axes[:2], normal(config.std))
@@ -183,11 +184,14 @@ def quantile_regression(model: Any, params: Any, batch: dict, context: Any) -> L
     """An objective: the quantile loss of `future` [B, horizon] given `series` [B, length].
 
     It is a mean over the horizon. `weights` [B] is 0 for a series that does not count. Raises
-    ConfigError for a model whose first head is no `Quantiles`, and for another horizon.
+    ConfigError for a model whose first head has no quantiles, and for another horizon.
     """
     head = next(iter(model.heads), None)
-    if not isinstance(head, Quantiles):
-        raise ConfigError(f"model.heads: the first one is {head}; expected zoo.patchtst.Quantiles")
+    if not (hasattr(head, "horizon") and hasattr(head, "levels")):
+        raise ConfigError(
+            f"model.heads: the first one is {head}; expected zoo.patchtst.Quantiles, or a head of "
+            "your own with the attributes horizon and levels"
+        )
     future, weights = batch["future"], batch["weights"]
     if future.shape[1:] != (head.horizon,):
         raise ConfigError(f"data: future {list(future.shape)}: expected [B, {head.horizon}]")

@@ -165,11 +165,11 @@ def context_of(split: Split, context: Context, x: Stream) -> Context:
 
 
 def places_of(config: ModelConfig) -> int:
-    """S of the config's tubelets. Raises ConfigError for a config that is no ViViT."""
-    if not isinstance(config.embedding, Tubelets):
+    """S of the config's tubelets. Raises ConfigError for a config that has no places."""
+    if not hasattr(config.embedding, "places"):
         raise ConfigError(
             f"model.embedding={config.embedding}: attention over space and time needs "
-            "zoo.vivit.Tubelets(...)"
+            "zoo.vivit.Tubelets(...), or an embedding of your own with an attribute `places`"
         )
     if not isinstance(config.positions, Learned | Sinusoidal | Axial | None):
         raise ConfigError(

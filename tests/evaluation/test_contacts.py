@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from jaxformer.errors import ConfigError
 from jaxformer.evaluation.contacts import (
     frequencies,
     mean_field,
@@ -129,3 +130,15 @@ def test_the_precision_counts_distant_pairs_alone():
     assert top_precision(scores, np.where(truth > 0, truth, -1), 4, 2) == 0.5
     both = mean_top_precision(np.stack([scores, scores]), np.stack([truth, 0 * truth]))
     assert both == pytest.approx(1 / residues)
+
+
+@pytest.mark.parametrize("method", [mean_field, mutual_information])
+def test_what_is_no_alignment_is_refused(method):
+    x = random_alignment(0)
+    for wrong in (x + 1, x - 1, x[0], x.astype(float), x[:0]):
+        with pytest.raises(ConfigError, match=r"expected integers \[S, R\] from 0 to 2"):
+            method(wrong, Q)
+    with pytest.raises(ConfigError, match=r"pseudocount=1\.5"):
+        method(x, Q, 1.5)
+    with pytest.raises(ConfigError, match="pseudocount=0"):
+        mean_field(x, Q, 0.0)

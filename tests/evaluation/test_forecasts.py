@@ -13,10 +13,12 @@ def test_the_error_of_the_seasonal_naive_forecast():
     assert seasonal_naive_error(values, 4) == pytest.approx(expected)
     with pytest.raises(ConfigError, match="season"):
         seasonal_naive_error(values, 0)
+    for without in (values[:4], np.tile(values[:4], 3)):  # too short; each season like the last
+        with pytest.raises(ConfigError, match="would divide by 0"):
+            seasonal_naive_error(without, 4)
 
 
 def test_an_autoregression_knows_what_comes_before_and_nothing_more():
-    pytest.importorskip("statsmodels")
     rng = np.random.default_rng(1)
     values = np.zeros(80)
     for t in range(2, 80):

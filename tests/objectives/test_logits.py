@@ -40,7 +40,7 @@ def test_chunks_change_nothing(monkeypatch, T, size, softcap):
     shares = jnp.asarray(rng.normal(size=(3, T)), jnp.float32)
 
     def value(tree):
-        found, spread = of_tokens.of_logits(
+        (found, spread), _ = of_tokens.of_logits(
             log_probability_and_entropy, model, tree, tokens, labels
         )
         assert found.shape == spread.shape == (3, T)
@@ -64,7 +64,7 @@ def test_on_a_mesh(monkeypatch, axes):
     tokens, labels = inputs(8, 16)
 
     def value(tree):
-        return of_tokens.of_logits(log_probabilities, model, tree, tokens, labels).mean()
+        return of_tokens.of_logits(log_probabilities, model, tree, tokens, labels).values.mean()
 
     expected = jax.value_and_grad(value)(tree)
     monkeypatch.setattr(of_tokens, "chunk_length", lambda *_: 5)
@@ -80,7 +80,7 @@ def test_a_model_of_ones_own_and_one_without_a_language_model():
         def apply(self, params, tokens, **options):
             return models.Output(jnp.zeros((*tokens.shape, 23)) + params, hidden=None)
 
-    found = of_tokens.of_logits(log_probabilities, Own(), jnp.float32(1.0), tokens, labels)
+    found, _ = of_tokens.of_logits(log_probabilities, Own(), jnp.float32(1.0), tokens, labels)
     np.testing.assert_allclose(found, -np.log(23), rtol=1e-6)
     without = replace(MODEL, heads=(Classification(3),))
     with pytest.raises(ConfigError, match="needs a LanguageModel"):

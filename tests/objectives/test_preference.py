@@ -156,7 +156,7 @@ def test_the_anchor_of_any_loss(loss):
     context = StepContext(jax.random.key(3), references={"reference": tree})
     plain = Preference(loss)(MODEL, tree, data, context)
     anchored = Preference(loss, anchor=0.4)(MODEL, tree, data, context)
-    found = answers(models.evaluation(MODEL), tree, data, jnp.float32)
+    found, _ = answers(models.evaluation(MODEL), tree, data, jnp.float32)
     means = np.asarray(found.log_probabilities / found.lengths, float)[:, 0]
     expected = -0.4 * means @ np.asarray(data["weights"])
     np.testing.assert_allclose(anchored.loss - plain.loss, expected, rtol=1e-4)

@@ -145,7 +145,7 @@ def test_the_temperature_divides_the_logits():
 
     def logits_of(data):
         first = lambda logits, labels: logits[:, :, 1]
-        return policy.of_answers(first, one.MODEL, one.trees()[0], data, jnp.float32)
+        return policy.of_answers(first, one.MODEL, one.trees()[0], data, jnp.float32).values
 
     expected = logits_of(data | {"temperature": jnp.ones(B)}) / 0.8
     np.testing.assert_allclose(logits_of(data), expected, rtol=1e-5)

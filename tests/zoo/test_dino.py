@@ -199,7 +199,7 @@ def test_a_batch_without_any_weight_changes_no_centre_to_nan():
 def test_what_does_not_fit_is_refused():
     params, batch = models.init(MODEL, jax.random.key(0)), batch_of()
     bare = replace(MODEL, heads=())
-    with pytest.raises(ConfigError, match=r"needs a ModelConfig with the head zoo.dino.Prototypes"):
+    with pytest.raises(ConfigError, match=r"needs a model with the head zoo.dino.Prototypes"):
         SelfDistillation(same).spec(bare)
 
     def cut(key, images):
@@ -208,8 +208,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match=r"view 2 gives \[3, 2, 4, 1\] for images \[3, 4, 4, 1\]"):
         objective = SelfDistillation(same, cut, small_views=1)
         objective(MODEL, params, batch, context_of(params, objective))
-    with pytest.raises(ConfigError, match=r"small_views=2: needs objective.small_view"):
-        SelfDistillation(same, small_views=2)
     for field in ("momentum", "centre_momentum", "temperature", "teacher_temperature"):
         with pytest.raises(ConfigError, match=rf"objective.{field}=-0.1"):
             partial(SelfDistillation, same)(**{field: -0.1})

@@ -16,6 +16,7 @@ from jaxformer.models.norm import Unscaled
 from jaxformer.objectives import StepContext
 from jaxformer.zoo.dit import AdaLNZero, Pixels, time_features
 from jaxformer.zoo.flow_matching import FlowMatching, between, follow, guided, logit_normal, sample
+from tests.zoo.plain_layers import attention, gelu, standardised
 
 LABELS = (3, 4)
 MODEL = ModelConfig(
@@ -38,20 +39,6 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def normed(x):
-    centred = x - x.mean(axis=-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + MODEL.norm_eps)
-
-
-def softmax(x):
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
-
-
 def condition(tree, time, labels):
     half = 4
     angles = [1000 * time * 10_000 ** (-i / half) for i in range(half)]
@@ -61,17 +48,6 @@ def condition(tree, time, labels):
     for kind, label in enumerate(labels):
         c = c + tree[f"labels_{kind}"][label]
     return silu(c)
-
-
-def attention(tree, x):
-    out = 0
-    for n in range(2):
-        q, k, v = (
-            x @ tree[name]["kernel"][:, n] + tree[name]["bias"][n]
-            for name in ("query", "key", "value")
-        )
-        out = out + softmax(q @ k.T / math.sqrt(8)) @ v @ tree["out"]["kernel"][n]
-    return out + tree["out"]["bias"]
 
 
 def feedforward(tree, x):
@@ -84,7 +60,7 @@ def layer(tree, x, c):
     for n, f in enumerate((attention, feedforward)):
         shift, scale, gate = (c @ kernel[:, n, k] + bias[n, k] for k in range(3))
         name = ("attention", "feedforward")[n]
-        x = x + gate * f(tree[name], normed(x) * (1 + scale) + shift)
+        x = x + gate * f(tree[name], standardised(x) * (1 + scale) + shift)
     return x
 
 
@@ -103,7 +79,7 @@ def image_of(tree, image, time, labels):
         x = layer(jax.tree.map(lambda leaf, i=i: leaf[i], tree["layers"]), x, c)
     final = tree["final_modulation"]
     shift, scale = (c @ final["kernel"][:, k] + final["bias"][k] for k in range(2))
-    x = normed(x) * (1 + scale) + shift
+    x = standardised(x) * (1 + scale) + shift
     head = tree["heads"]["pixels"]
     answer = np.zeros_like(image)
     for t in range(6):

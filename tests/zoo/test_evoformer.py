@@ -11,11 +11,11 @@ import pytest
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.masks import causal, full
-from jaxformer.models import Embedding, ModelConfig
+from jaxformer.models import Embedding, ModelConfig, blocks
 from jaxformer.models.config import Learned
 from jaxformer.objectives import StepContext
 from jaxformer.zoo import evoformer, triangles
-from jaxformer.zoo.alignments import Alignment, AlignmentUpdate, PairUpdate, bare, unpack
+from jaxformer.zoo.alignments import Alignment, AlignmentUpdate, PairUpdate, unpack
 from jaxformer.zoo.distogram import Distogram, PairCrossEntropy
 
 B, S, R, C, Z, N = 2, 5, 6, 8, 12, 2
@@ -31,7 +31,7 @@ MODEL = ModelConfig(
     embedding=Alignment(5, pair_width=Z, farthest=3),
     mixer=AlignmentUpdate(),
     feedforward=PairUpdate(num_heads=3, triangle_width=7, outer_width=3, d_ff=9),
-    block=bare,
+    block=blocks.bare,
     heads=(Distogram(4),),
 )
 
@@ -264,7 +264,7 @@ def batch_of(seed=0):
     types = rng.integers(5, size=(B, S, R)).astype(np.int32)
     return {
         "alignment": jnp.asarray(types),
-        "mask": jnp.asarray(cells(seed)[2]),
+        "padding_mask": jnp.asarray(cells(seed)[2]),
         "bins": jnp.asarray(bins),
         "weights": jnp.ones(B),
     }
@@ -275,13 +275,13 @@ def test_a_model_equals_its_definition():
     tree, batch = random_parameters(models.spec(MODEL)), batch_of()
     places = np.array([0, 1, 2, 7, 8, 9])
     output = models.apply(
-        MODEL, tree, batch["alignment"], inputs={"mask": batch["mask"]},
+        MODEL, tree, batch["alignment"], inputs={"padding_mask": batch["padding_mask"]},
         positions=jnp.asarray(places)[None],
     )  # fmt: skip
     m, z = unpack(MODEL, output.hidden)
     wide = jax.tree.map(np.float64, tree)
     for b in range(B):
-        mask = np.asarray(batch["mask"][b])
+        mask = np.asarray(batch["padding_mask"][b])
         expected = model_of(wide, np.asarray(batch["alignment"][b]), mask, places)
         for found, each in zip((m[b], z[b], output.logits[b]), expected, strict=True):
             # float32: the residual stream adds up the errors of 18 modules
@@ -293,11 +293,11 @@ def test_padding_changes_nothing():
     """More sequences and more residues that are missing, whatever stands there."""
     tree, batch = random_parameters(models.spec(MODEL)), batch_of()
     mask = jnp.ones((B, S, R), bool)
-    alone = models.apply(MODEL, tree, batch["alignment"], inputs={"mask": mask}).logits
+    alone = models.apply(MODEL, tree, batch["alignment"], inputs={"padding_mask": mask}).logits
     wide = ((0, 0), (0, 3), (0, 2))
     padded = jnp.pad(batch["alignment"], wide, constant_values=99)
     flags = jnp.pad(mask, wide)
-    found = models.apply(MODEL, tree, padded, inputs={"mask": flags}).logits
+    found = models.apply(MODEL, tree, padded, inputs={"padding_mask": flags}).logits
     # float32: sums of other lengths are rounded in another order
     np.testing.assert_allclose(found[:, :R, :R], alone, atol=1e-4 * float(jnp.abs(alone).max()))
     assert jnp.isfinite(found).all()
@@ -332,7 +332,7 @@ def test_the_loss_is_a_mean_over_counted_pairs():
     batch["weights"] = jnp.array([1.0, 0.0])
     model = models.evaluation(MODEL)
     sums = PairCrossEntropy()(model, tree, batch, StepContext(jax.random.key(0)))
-    inputs = {"mask": batch["mask"]}
+    inputs = {"padding_mask": batch["padding_mask"]}
     logits = np.float64(models.apply(model, tree, batch["alignment"], inputs=inputs).logits[0])
     losses, right = [], []
     for i in range(R):
@@ -396,7 +396,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match=r"integers \[B, S, R\]"):
         models.apply(MODEL, tree, types[:, 0])
     with pytest.raises(ConfigError, match=r"mask \[2, 5\]"):
-        models.apply(MODEL, tree, types, inputs={"mask": batch["mask"][:, :, 0]})
+        models.apply(MODEL, tree, types, inputs={"padding_mask": batch["padding_mask"][:, :, 0]})
     with pytest.raises(ConfigError, match="segment_ids"):
         models.apply(MODEL, tree, types, segment_ids=jnp.ones((B, R), jnp.int32))
     with pytest.raises(ConfigError, match="expected logits of each pair"):

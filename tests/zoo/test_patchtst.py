@@ -23,6 +23,7 @@ from jaxformer.zoo.patchtst import (
     quantile_regression,
     statistics,
 )
+from tests.zoo.plain_layers import attention, gelu, normed
 
 LEVELS = (0.1, 0.5, 0.8)
 MODEL = ModelConfig(
@@ -38,32 +39,6 @@ MODEL = ModelConfig(
     masks=(full(),),
 )
 apply = jax.jit(models.apply, static_argnums=0, static_argnames="dtype")
-
-
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def normed(tree, x):
-    centred = x - x.mean(axis=-1, keepdims=True)
-    scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + MODEL.norm_eps)
-    return scaled * tree["scale"] + tree["bias"]
-
-
-def softmax(x):
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
-
-
-def attention(tree, x):
-    out = 0
-    for n in range(2):
-        q, k, v = (
-            x @ tree[name]["kernel"][:, n] + tree[name]["bias"][n]
-            for name in ("query", "key", "value")
-        )
-        out = out + softmax(q @ k.T / math.sqrt(8)) @ v @ tree["out"]["kernel"][n]
-    return out + tree["out"]["bias"]
 
 
 def layer(tree, x):

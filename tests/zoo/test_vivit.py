@@ -1,6 +1,5 @@
 """ViViT beside a second definition: NumPy in float64, one video at a time, with loops."""
 
-import math
 from dataclasses import replace
 
 import jax
@@ -23,6 +22,7 @@ from jaxformer.zoo.vivit import (
     spatial_attention,
     tubelets,
 )
+from tests.zoo.plain_layers import attention, gelu, normed
 
 # 3 moments of 2 x 3 places; a tubelet has 2 frames of 2 x 3 pixels
 VIDEO = Tubelets(frames=6, image=(4, 9), tubelet=(2, 2, 3), channels=2)
@@ -41,33 +41,6 @@ MODEL = ModelConfig(
     masks=(full(),),
 )
 apply = jax.jit(models.apply, static_argnums=0, static_argnames="intermediates")
-
-
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def normed(tree, x):
-    centred = x - x.mean(axis=-1, keepdims=True)
-    scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + MODEL.norm_eps)
-    return scaled * tree["scale"] + tree["bias"]
-
-
-def softmax(x):
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
-    return e / e.sum(axis=-1, keepdims=True)
-
-
-def attention(tree, x):
-    """Of one sequence [T, D]."""
-    out = 0
-    for n in range(2):
-        q, k, v = (
-            x @ tree[name]["kernel"][:, n] + tree[name]["bias"][n]
-            for name in ("query", "key", "value")
-        )
-        out = out + softmax(q @ k.T / math.sqrt(8)) @ v @ tree["out"]["kernel"][n]
-    return out + tree["out"]["bias"]
 
 
 def layer(tree, x):
