@@ -109,7 +109,7 @@ pod-sim: $(VENV)/ready     ## N real processes of one run on this machine: N=4 E
 test: $(VENV)/ready-dev  ## the test suite (some minutes on two cores); OLDEST=1: on the oldest Python and packages
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
-test-thorough: $(VENV)/ready-dev  ## the tests that take some seconds each (CI runs a twelfth of them a change)
+test-thorough: $(VENV)/ready-dev  ## the tests that take some seconds each (CI runs one part of eighteen a change)
 	@$(BIN)/python -m pytest -n 2 -m 'thorough and not slow and not fault and not parity and not gpu and not tpu and not aot' $(ARGS)
 
 test-all: $(VENV)/ready-dev  ## also the slow tests and those that kill, corrupt and fill things

@@ -15,6 +15,7 @@ TEXT = "seven hundred two"
 VOICES = ("en-us+m1", "en-us+f2", "en+whisper", "en-gb-scotland", "en-us+klatt2")
 
 
+@pytest.mark.thorough
 def test_utterances_are_the_same_each_time_and_a_prefix_of_a_longer_list():
     utterances = [Utterance(TEXT, voice) for voice in VOICES for _ in range(2)]
     first = speak(utterances)

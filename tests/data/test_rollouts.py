@@ -63,6 +63,7 @@ def drawn(rollouts, tree, seed=0, step=0):
     return rollouts.open(MODEL).train(tree, jax.random.key(seed), step, B)
 
 
+@pytest.mark.thorough
 def test_a_batch_holds_prompts_with_their_answers(tree):
     """Each row is a prompt, then tokens until one that ends an answer, or `max_tokens`."""
     seen = []

@@ -509,6 +509,7 @@ def test_other_prompts_and_settings_compile_nothing():
     assert compiled.count == before
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "search", [decoding.generate, decoding.search, decoding.contrast, decoding.speculate]
 )

@@ -266,6 +266,7 @@ def test_look_up_proposes_what_followed_the_longest_match():
     assert propose([1, 2, 3]) == [1, 2, 3, 1]
 
 
+@pytest.mark.thorough
 def test_other_numbers_compile_nothing():
     params, key = init(LLAMA, jax.random.key(3)), KEY
     run = partial(speculate, LLAMA, params, draft=Draft(LLAMA, params), key=key)

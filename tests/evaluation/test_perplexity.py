@@ -178,6 +178,7 @@ def test_a_split_without_weight_is_refused_in_a_line(batches):
         perplexity(lambda *_: LossSums(0.0, 0.0, {}), None, batches)
 
 
+@pytest.mark.thorough
 def test_what_is_no_text_is_refused():
     scored = evaluation(tokenizers.Bytes(), tokenizers.Bytes().encode_text(TEXT))
     for stride in (0, T + 1):

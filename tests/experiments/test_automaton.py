@@ -39,6 +39,7 @@ def test_the_automata_are_what_their_names_say():
     assert theory.run(cups, [swap, move, swap, move, move, move]) == [1, 2, 2, 3, 4, 0]
 
 
+@pytest.mark.thorough
 def test_the_weights_are_those_of_the_model():
     automaton = theory.remainder(2)
     spec = models.spec(theory.transformer(automaton, 5))

@@ -44,6 +44,7 @@ def test_written_steps_are_right_and_end_in_the_sum():
         assert len(steps) == 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("answer", [scratchpad.with_steps, scratchpad.direct])
 def test_no_sum_of_validation_is_in_training(answer):
     data = scratchpad.Addition(answer, examples=3000, validation_examples=300)
@@ -132,6 +133,7 @@ def test_functions_of_training_are_new_at_every_step_and_none_of_validation():
     assert not np.isin(first[:, 0], unseen[:, 0]).any()
 
 
+@pytest.mark.thorough
 def test_numerals_are_right_and_replayed_dates_have_their_share():
     worth = dict(I=1, V=5, X=10, L=50, C=100, D=500, M=1000)
     for number in range(1, 4000):

@@ -57,6 +57,7 @@ def halves(leaf):
     return NamedSharding(mesh(2), P(*[None] * even[-1], "a") if even else P())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "gpt_oss"])
 def test_a_folder_is_read_to_the_same_parameters(name, monkeypatch, tmp_path):
     """Leaves of any size, experts included, on one device and split over a mesh."""

@@ -50,6 +50,7 @@ TOWERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", TOWERS)
 def test_a_whole_model_is_read_by_parts(kind, tmp_path):
     vision, text, entries = TOWERS[kind]
@@ -149,6 +150,7 @@ def test_names_of_published_masked_autoencoders(tmp_path):
     assert runs.tensors(tmp_path / "saved").keys() == theirs.keys()
 
 
+@pytest.mark.thorough
 def test_with_all_patches_in_their_order_it_is_a_vit():
     checkpoint = families.load(golden.folder("vit_mae_encoder"))
     config, tree = checkpoint.config, checkpoint.params

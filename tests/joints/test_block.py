@@ -275,11 +275,13 @@ def test_updates_of_layers_are_a_part_of_the_tree(unroll):
             np.testing.assert_array_equal(leaf, own[path] + 1)
 
 
+@pytest.mark.thorough
 def test_a_layer_without_a_block_reports_nothing():
     assert LayerOutput().updates is None
     assert models.apply(TINY, models.init(TINY, jax.random.key(0)), TOKENS).updates is None
 
 
+@pytest.mark.thorough
 def test_blocks_by_layer():
     """A pattern that repeats, and one that covers the depth once, equal a loop over the layers."""
     for pattern in (

@@ -356,6 +356,7 @@ PLACED = replace(
 )
 
 
+@pytest.mark.thorough
 def test_an_embedding_of_ones_own_may_make_the_positions():
     """They are those that a caller would give, who goes before them; and it needs no parameters."""
     own = random(PLACED)

@@ -204,6 +204,7 @@ def test_the_objective_of_two_models():
     assert sums.unit == "tokens" and not sums.perplexity
 
 
+@pytest.mark.thorough
 def test_the_teacher_gets_no_gradient_and_the_projection_does():
     objective = Distillation(share=1.0, hidden=HIDDEN, teacher=TEACHER)
     first, second = both()
@@ -219,6 +220,7 @@ def test_the_teacher_gets_no_gradient_and_the_projection_does():
     assert np.asarray(of_own["hidden"]["kernel"]).all()
 
 
+@pytest.mark.thorough
 def test_evaluation_is_the_cross_entropy_of_the_labels():
     """So a student that was distilled and one that was not have comparable losses."""
     objective = Distillation(share=0.9, hidden=HIDDEN, teacher=TEACHER).evaluation()
@@ -242,6 +244,7 @@ def test_evaluation_is_the_cross_entropy_of_the_labels():
     assert np.isfinite(sums.loss) and np.isinf(sums.metrics["divergence"][0])
 
 
+@pytest.mark.thorough
 def test_a_teacher_beside_itself():
     """Nothing to learn: no divergence, no gradient, the same first choices."""
     model = models.evaluation(STUDENT)
@@ -298,6 +301,7 @@ def test_an_encoder_decoder_and_bfloat16():
     np.testing.assert_allclose(rounded.loss, exact.loss, rtol=0.02)  # 8 bits of a mantissa
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     first, second = both()
     batch = batch_of()

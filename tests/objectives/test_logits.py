@@ -30,6 +30,7 @@ def inputs(B, T):
     return jnp.asarray(tokens), jnp.asarray(labels)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("T", "size"), [(7, 3), (8, 4), (5, 1), (9, 8)])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_chunks_change_nothing(monkeypatch, T, size, softcap):

@@ -106,6 +106,7 @@ def by_equations(params, own, batch, count, weight):
     return loss + weight / count * sum(of_modules), of_modules
 
 
+@pytest.mark.thorough
 def test_the_loss_and_its_gradient_are_those_of_the_equations():
     objective = MultiToken(modules=2, weight=0.4)
     params, own = both(MODEL, objective)
@@ -151,6 +152,7 @@ def test_embedding_and_head_are_those_of_the_model():
     assert tree["embedding"]["tokens"] is model["embedding"]["tokens"]
 
 
+@pytest.mark.thorough
 def test_packed_rows_count_as_their_texts_alone():
     """No module reads or predicts a token of the next text."""
     objective = MultiToken(modules=2, weight=1.0)
@@ -172,6 +174,7 @@ def test_packed_rows_count_as_their_texts_alone():
     assert of_modules[1, 1] == B * (1 + 3)
 
 
+@pytest.mark.thorough
 def test_evaluation_is_that_of_the_model_alone():
     objective = MultiToken()
     params, own = both(MODEL, objective)
@@ -182,6 +185,7 @@ def test_evaluation_is_that_of_the_model_alone():
     assert not sums_of(objective, MODEL, params, own, batch).perplexity
 
 
+@pytest.mark.thorough
 def test_experts_of_a_module_have_a_routing_loss():
     """One expert of weight 1: the router has no other gradient."""
     model = replace(MODEL, feedforward=Mixture(experts=3, top_k=1, balance_loss=0.1))
@@ -282,6 +286,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model():
     assert abs(chi - 63) < 4 * np.sqrt(2 * 63), chi  # four standard deviations
 
 
+@pytest.mark.thorough
 def test_a_draft_that_does_not_fit_is_refused():
     draft = draft_of(replace(MODEL, vocab_size=V + 1, heads=(LanguageModel(),)))
     with pytest.raises(ConfigError, match=f"draft of {V + 1} tokens"):

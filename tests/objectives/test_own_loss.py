@@ -25,6 +25,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_the_experts_are_balanced_and_reported(name):
     """The loss that is reported is the same; the gradient of the router is another one."""

@@ -134,6 +134,7 @@ def trees():
     return [P.init(models.spec(MODEL), jax.random.key(i)) for i in range(2)]
 
 
+@pytest.mark.thorough
 def test_the_objective_of_a_model():
     """Before any update the ratios are 1: the loss is -A, and a multiple of the divergence."""
     first, second = trees()
@@ -185,6 +186,7 @@ def test_the_gradient_is_that_of_reinforce():
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_samples_are_kept_for_later_steps():
     """The second step's loss is of the first step's samples and probabilities."""
     first, second = trees()

@@ -86,6 +86,7 @@ def batch():
     }
 
 
+@pytest.mark.thorough
 def test_the_objective_of_a_model():
     """The sums are those of the model's log-probabilities, one text at a time, without dropout."""
     first, second = (P.init(models.spec(MODEL), jax.random.key(i)) for i in range(2))

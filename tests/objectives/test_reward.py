@@ -32,6 +32,7 @@ def batch(lengths):
     }
 
 
+@pytest.mark.thorough
 def test_the_objective_of_a_model():
     """Each text alone, without padding: its reward is that of its last token."""
     tree = P.init(models.spec(MODEL), jax.random.key(0))

@@ -129,6 +129,7 @@ def test_narrow_logits_are_widened_first(dtype):
     np.testing.assert_array_equal(plain(logits, *args), plain(logits.astype(jnp.float32), *args))
 
 
+@pytest.mark.thorough
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
     # one float32 logarithm
     np.testing.assert_allclose(

@@ -168,6 +168,7 @@ def test_routing():
     assert route(logits.astype(jnp.bfloat16), 2).probabilities.dtype == jnp.float32
 
 
+@pytest.mark.thorough
 def test_the_order_of_tokens_does_not_matter():
     x, *rest = problem(9)
     order = np.random.default_rng(0).permutation(18)

@@ -87,6 +87,7 @@ def test_the_three_published_tables():
         np.testing.assert_allclose(sinusoidal(one, 4, layout, spacing)[0, 0], row, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 500), st.integers(-300, 500))
 def test_a_shift_is_a_rotation_that_does_not_depend_on_position(p, shift):

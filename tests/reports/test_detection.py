@@ -62,6 +62,7 @@ def test_images_without_objects_are_learned():
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/detr#28",
     "fundamentalvision/Deformable-DETR#185",

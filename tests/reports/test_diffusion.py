@@ -47,6 +47,7 @@ def test_the_unknown_label_follows_the_model(counts):
     assert [tables[f"labels_{i}"].shape[0] - 1 for i in range(len(counts))] == list(counts)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/diffusers#1806",
     right="a model without labels trains, and draws images",
@@ -56,6 +57,7 @@ def test_a_model_without_labels():
     dits.test_a_model_without_labels_trains_and_samples()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "soran-ghaderi/torchebm#262",
     right="guidance of scale 0 is the model without labels, and of scale 1 the model with them",

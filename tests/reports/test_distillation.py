@@ -147,6 +147,7 @@ def test_the_divergence_is_a_mean_over_tokens(given):
     np.testing.assert_allclose(jnp.mean(forward_kl(*wider)), expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "haitongli/knowledge-distillation-pytorch#25",
     "vrvlive/knowlege-distillation#2",
@@ -195,6 +196,7 @@ def test_the_gradient_does_not_shrink_with_the_temperature(given):
     np.testing.assert_allclose(sizes[1], float(jnp.linalg.norm((z - v) / V)), rtol=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/trl#6526",
     "NVIDIA/Model-Optimizer#892",

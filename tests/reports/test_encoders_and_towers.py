@@ -43,6 +43,7 @@ def test_the_end_token_of_a_clip_text(tmp_path):
     assert heads[0].end is None
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#28569",
     "embeddings-benchmark/mteb#1424",
@@ -58,6 +59,7 @@ def test_the_last_position_of_a_siglip_text_counts_though_it_is_padding():
     assert not np.allclose(found, shorter, atol=1e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#26032",
     right="the sinusoids of Whisper's encoder are not trained",
@@ -150,6 +152,7 @@ def test_the_published_head_of_deberta_is_read(tmp_path):
         np.testing.assert_array_equal(found[path], leaf, err_msg=path)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#16031",
     "huggingface/candle#3468",
@@ -203,6 +206,7 @@ def test_the_feed_forward_of_dinov2_is_that_of_its_file(name, is_gated, tmp_path
         families.load(runs.altered(tmp_path, name, use_swiglu_ffn=is_gated))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "riccardomusmeci/mlx-image#26",
     right="the scales of DINOv2's layers are read: with zeros, a layer adds nothing",

@@ -54,6 +54,7 @@ def same(one, other):
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "antonellof/ferrox#39",
     "vllm-project/vllm#29111",
@@ -112,6 +113,7 @@ def test_one_rotation_for_two_kinds_of_layers_is_not_dropped(name, tmp_path):
         read(tmp_path, name, rope_parameters=flat)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "antonellof/ferrox#40",
     "huggingface/transformers#31891",
@@ -251,6 +253,7 @@ def test_the_published_yarn_of_deepseek(tmp_path):
     assert config.attention_scale == pytest.approx(grown**2 / math.sqrt(config.head_size))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Leeroo-AI/mergoo#21",
     "ggml-org/llama.cpp#24820",
@@ -281,6 +284,7 @@ def test_a_saved_longrope_is_read_by_old_and_new(tmp_path):
     assert families.read_config(tmp_path / "c").positions == factor
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#14395",
     "huggingface/transformers#6526",
@@ -302,6 +306,7 @@ def test_the_old_flag_of_bart_forces_its_first_token(tmp_path):
 # Tensors
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "NVIDIA-NeMo/Automodel#2553",
     "sgl-project/sglang#31213",
@@ -328,6 +333,7 @@ def test_the_bias_that_chooses_experts_stays_float32(tmp_path):
     assert settings_of(tmp_path / "again")["dtype"] == "bfloat16"
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "generative-computing/granite-switch#126",
     "meta-llama/llama-cookbook#289",
@@ -410,6 +416,7 @@ def test_the_layer_for_tokens_further_ahead_is_left_out(tmp_path):
 TIED = ["gemma3", "falcon", "bloom", "opt", "cohere", "granite", "smollm3", "umt5"]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "arcee-ai/mergekit#390",
     right="a tied table is saved once; a file that holds it twice is the same model",
@@ -426,6 +433,7 @@ def test_a_tied_table_is_saved_once(name, tmp_path):
     assert same(families.load(twice).params, width)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/peft#2972",
     right="a head that no longer equals the table is saved beside it, and both are read again",
@@ -443,6 +451,7 @@ def test_a_head_that_left_its_table_survives(name, tmp_path):
     assert same(again.params, params)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#1124",
     right="a vocabulary changes its size in table, head and the head's bias, and is saved so",
@@ -461,6 +470,7 @@ def test_a_vocabulary_changes_its_size_everywhere(name, tmp_path):
     assert again.config == config and same(again.params, params)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Neph0s/CoSER#3",
     "safetensors/safetensors#295",
@@ -479,6 +489,7 @@ def test_an_index_names_each_file_and_each_tensor(name, tmp_path):
     assert same(families.load(tmp_path / "a").params, checkpoint.params)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "vllm-project/vllm#40765",
     "gpustack/gpustack#2257",
@@ -541,6 +552,7 @@ def adapter_folder(folder, arrays, **settings):
     return folder
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "vllm-project/vllm#4715",
     "meta-pytorch/torchtune#982",

@@ -9,6 +9,7 @@ from jaxformer.zoo.patchtst import patches_of, statistics
 from tests.zoo import test_patchtst as forecasts
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "google-research/timesfm#522",
     right="a series is divided by the same deviation that multiplies its forecast",
@@ -25,6 +26,7 @@ def test_normalisation_and_its_inverse(spread):
     assert np.abs(first - second).max() > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "unit8co/darts#2739",
     right="other units of a series change the units of its forecast alone, also small ones",
@@ -34,6 +36,7 @@ def test_small_units(scale):
     forecasts.test_forecasts_have_the_units_of_the_series(scale)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "google-research/timesfm#306",
     "romainlafarguette/quantileproj#11",

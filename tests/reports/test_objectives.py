@@ -112,6 +112,7 @@ def test_an_answer_that_the_window_cut_off(given, answer):
     assert found.metrics["left_out"] == (1, 3) and found.metrics["exact_match"][1] == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#1282", "huggingface/transformers#5910",
     right="[CLS] can be the answer 'none': where the passage holds it, it is a label as others",

@@ -21,6 +21,7 @@ def change(function, x, place):
     return np.abs(function(other) - function(x)).max(axis=-1)[0] > 1e-6
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/alphafold2#88",
     right="attention around the starting node reads a row, around the ending node a column",
@@ -36,6 +37,7 @@ def test_starting_and_ending_nodes():
     assert changed[:, 4].all() and not np.delete(changed, 4, axis=1).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/alphafold2#86",
     right="the outer product multiplies: without one of the two vectors nothing is left",
@@ -49,6 +51,7 @@ def test_an_outer_product_is_no_sum():
         np.testing.assert_array_equal(found, jnp.broadcast_to(tree["out"]["bias"], found.shape))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/alphafold2#89",
     "lucidrains/alphafold2#85",
@@ -86,6 +89,7 @@ def test_padding_in_depth_and_length():
     tests.test_padding_changes_nothing()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "aqlaboratory/openfold#295",
     right="the sum of a triangle update has no overflow in 16 bits",

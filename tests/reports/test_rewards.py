@@ -25,6 +25,7 @@ def sums_of(objective, data, tree=None, **context):
     return objective(one.MODEL, tree, data, StepContext(jax.random.key(3), **context))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/trl#3021",
     "allenai/open-instruct#1161",
@@ -68,6 +69,7 @@ def test_the_mean_of_an_answer_comes_first():
     np.testing.assert_allclose(loss / weight, 10 / 3, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "unslothai/unsloth-zoo#832",
     right="the drawn token that ends an answer is learned, without dropout in either model",
@@ -94,6 +96,7 @@ def test_the_end_of_an_answer_is_an_action():
     assert sums.metrics["ratio_change"][0] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/open-r1#239",
     "tenstorrent/tt-blacksmith#664",
@@ -111,6 +114,7 @@ def test_a_loss_of_zero_has_a_gradient():
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(jax.grad(loss)(tree))) > 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/trl#3294",
     "unslothai/unsloth#4502",
@@ -122,6 +126,7 @@ def test_ratios_begin_at_one(dtype):
     assert sums.metrics["ratio_change"][0] == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "tenstorrent/tt-blacksmith#731",
     "huggingface/open-r1#583",
@@ -136,6 +141,7 @@ def test_the_second_update_sees_the_first():
     assert fresh.metrics["ratio_change"][0] == 0 < again.metrics["ratio_change"][0]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/trl#3029",
     right="probabilities are those of the temperature that the answers were drawn at",
@@ -151,6 +157,7 @@ def test_the_temperature_divides_the_logits():
     np.testing.assert_allclose(logits_of(data), expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/trl#3015",
     right="the divergence of a policy that is far from its reference is finite, with a gradient",
@@ -189,6 +196,7 @@ def test_equal_rewards_teach_nothing(value):
         assert float(jnp.abs(make(rewards)).max()) <= 2e-3 * max(value, 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/trl#5773",
     "huggingface/trl#5775",
@@ -206,6 +214,7 @@ def test_a_reward_of_nan_is_refused():
         advantages.group_relative(jnp.ones((3, 1)))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#35352",
     "huggingface/trl#6357",
@@ -231,6 +240,7 @@ def test_a_text_that_holds_the_padding_token():
     np.testing.assert_allclose(sums.metrics["margin"][0], expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/trl#7068",
     right="a group of equal rewards changes nothing unless a divergence is asked for",

@@ -296,6 +296,7 @@ def test_a_stop_token_in_the_prompt_ends_nothing():
     assert generate(TINY, params(), [prompt], 3, sampling=GREEDY) == [whole[:3]]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "turboderp-org/exllamav2#274", "vllm-project/vllm#57941",
     right="a draft of another vocabulary, or of fewer positions, is refused",

@@ -134,6 +134,7 @@ def test_the_picture_keeps_what_was_seen():
     assert np.abs(drawn - images)[~is_seen].min() > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/vit-pytorch#253",
     right="A patch has the position of its place in the image, whichever patches are seen.",

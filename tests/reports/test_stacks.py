@@ -60,6 +60,7 @@ def tree():
     return models.init(model(), jax.random.key(0))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/executorch#19324",
     right="a layer that runs twice is refused with a cache, which has one state for it",
@@ -72,6 +73,7 @@ def test_a_layer_that_runs_twice_has_no_cache(numbers):
         decoding.generate(model(Order(numbers)), tree(), [[1, 2]], 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "s3prl/s3prl#350",
     right="a value of a layer is that layer's, or refused where layers are skipped or repeated",
@@ -95,6 +97,7 @@ def test_values_of_layers_are_theirs():
     np.testing.assert_allclose(last, normed, atol=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ml-explore/mlx-lm#1702",
     right="a stack of one's own computes the same with a cache and without",
@@ -106,6 +109,7 @@ def test_reordered_layers_decode_as_they_were_trained():
     assert jnp.argmax(logits[0, 2:-1], axis=-1).tolist() == answer
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "mosaicml/composer#372",
     "WangFeng18/Swin-Transformer#7",

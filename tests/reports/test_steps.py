@@ -298,6 +298,7 @@ def test_parts_and_steps_draw_their_own_numbers():
     assert float(total) == pytest.approx(sum(each)) and each[0] != each[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#16711", "PaddlePaddle/Paddle#26282",
     right="a batch without a token that counts changes no parameter, and is no bad step",

@@ -26,6 +26,7 @@ def test_tokens_of_a_video_keep_their_place_and_moment():
     np.testing.assert_array_equal(time[5, :, 0], [100, 101, 102])  # in order
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "TensorAuto/OpenTau#267",
     right="a batch of n pictures is no video of n frames: the videos of a batch do not meet",

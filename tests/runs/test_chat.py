@@ -77,6 +77,7 @@ def trained(tmp_path_factory):
         yield folder, path
 
 
+@pytest.mark.thorough
 def test_it_answers_and_stops_by_itself(trained):
     _, path = trained
     result = json.loads((path / "result.json").read_text())
@@ -93,6 +94,7 @@ def test_it_answers_and_stops_by_itself(trained):
         list(run.chat([]))
 
 
+@pytest.mark.thorough
 def test_a_talk_on_the_command_line(trained, capsys, monkeypatch):
     folder, path = trained
     monkeypatch.chdir(folder)

@@ -108,6 +108,7 @@ def test_a_file_that_was_there_and_is_left_is_not_named(folder, capsys):
     assert (code, out) == (0, "") and "Traceback" not in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "name", "said"),
     [

@@ -385,6 +385,7 @@ def test_schedules_keep_their_word_at_both_ends(run, kind, final, decay):
             )
 
 
+@pytest.mark.thorough
 def test_schedules_agree_with_optax_where_it_counts_alike():
     """Optax's decay over steps - 1 intervals has its end at the last step."""
     for ours, theirs in (

@@ -123,6 +123,7 @@ def test_with_every_way_of_running_layers(stack, accumulation):
             np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_a_stack_of_ones_own_keeps_its_parameters():
     *_, metrics = step(experiment(replace(MODEL, stack=Scaled())), batch())
     assert metrics["rms/activation/layers"].shape == (3,)

@@ -213,6 +213,7 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_enough_good_steps():
     assert (float(scale.value), int(scale.good_steps)) == (8.0, 0)
 
 
+@pytest.mark.thorough
 def test_average_of_parameters_is_what_its_definition_says():
     step, state = step_of(AVERAGED), initial(AVERAGED)
     expected = flat(state.params)
@@ -260,6 +261,7 @@ def test_what_is_frozen_stays_and_is_in_no_norm():
     assert metrics[0]["grad_norm"] == pytest.approx(float(np.linalg.norm(flat(rest))), rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_sums_may_be_plain_numbers():
     """An objective of one's own need not make arrays of the weights of its loss and its metrics."""
 

@@ -62,6 +62,7 @@ def assert_same(found, wanted):
         np.testing.assert_allclose(found[path], wanted[path], rtol=1e-6, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_a_step_writes_the_mean_of_its_micro_batches(accumulation):
     batches = [batch_of(step) for step in range(3)]
@@ -148,6 +149,7 @@ def test_a_variable_that_is_not_finite_makes_a_bad_step():
         report.now()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["nan", "spike", "empty"])
 def test_a_step_that_changes_nothing_leaves_variables_as_they_were(kind):
     made = replace(
@@ -192,6 +194,7 @@ def test_a_variable_has_no_gradient_no_optimizer_state_and_no_decay(optimizer):
     assert_same(variables(after), expected([batch]))
 
 
+@pytest.mark.thorough
 def test_averaged_parameters_have_variables_as_they_are():
     batches = [batch_of(step) for step in range(3)]
     state, _ = run(replace(EXPERIMENT, ema_decay=0.9), batches)

@@ -72,6 +72,7 @@ def test_a_map_has_the_lines_and_columns_of_the_grid(block, first_stride, size):
     assert found.shape == (1, *config.grid(*size), 8)
 
 
+@pytest.mark.thorough
 def test_a_block_without_weights_passes_its_input():
     """Norms of factor 0 in front of the sum: what is left is the shortcut's map, or the input."""
     config = ResNet((2,), (4,), stem=4, channels=2)
@@ -112,6 +113,7 @@ def test_sines_are_those_of_the_appendix():
         np.testing.assert_allclose(found[0, feature], expected, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_places_are_those_of_the_image_without_its_padding():
     whole = np.asarray(detr.places((2, 3))).reshape(2, 3, 2)
     np.testing.assert_allclose(whole[..., 0], [[0.5] * 3, [1] * 3], atol=1e-5)
@@ -202,6 +204,7 @@ def test_boxes_are_fractions_and_the_last_class_is_no_object(detector):
     assert config.decoder.heads[0].classes == 2 and found.logits.shape == (1, 5, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "said"),
     [

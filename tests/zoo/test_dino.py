@@ -67,6 +67,7 @@ def context_of(params, objective=OBJECTIVE, step=1, seed=5):
     return StepContext(jax.random.key(3), step=jnp.int32(step), params=own)
 
 
+@pytest.mark.thorough
 def test_the_loss_is_the_mean_over_pairs_of_different_views():
     rng = np.random.default_rng(0)
     known, answers = rng.standard_normal((W, B, K)), rng.standard_normal((V, B, K))
@@ -86,6 +87,7 @@ def test_the_loss_is_the_mean_over_pairs_of_different_views():
         assert len(pairs) == W * (V - 1)
 
 
+@pytest.mark.thorough
 def test_the_head_answers_with_cosines():
     with jax.enable_x64(True):
         spec = HEAD(MODEL).spec
@@ -105,6 +107,7 @@ def test_the_head_answers_with_cosines():
             np.testing.assert_allclose(answers[b, k], cosine, atol=1e-13)
 
 
+@pytest.mark.thorough
 def test_a_vector_of_zeros_has_no_gradient():
     x = jnp.array([[0.0, 0.0], [3.0, 4.0]])
     np.testing.assert_allclose(unit(x), [[0, 0], [0.6, 0.8]], atol=1e-7)  # float32
@@ -112,6 +115,7 @@ def test_a_vector_of_zeros_has_no_gradient():
     assert (gradient[0] == 0).all() and np.isfinite(gradient).all()
 
 
+@pytest.mark.thorough
 def test_the_objective_is_its_parts():
     params, batch = models.init(MODEL, jax.random.key(0)), batch_of()
     context = context_of(params)
@@ -139,6 +143,7 @@ def test_the_objective_is_its_parts():
         np.testing.assert_allclose(moved, 0.9 * old + 0.1 * student, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_before_the_first_step_the_teacher_is_the_student():
     params = models.init(MODEL, jax.random.key(0))
     sums = OBJECTIVE(MODEL, params, batch_of(), context_of(params, step=0))

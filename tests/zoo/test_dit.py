@@ -116,6 +116,7 @@ def test_a_dit_equals_its_definition(seed):
     np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
+@pytest.mark.thorough
 def test_a_new_dit_answers_zero_and_its_layers_are_the_identity():
     params = models.init(MODEL, jax.random.key(0))
     images = jax.random.normal(jax.random.key(1), (2, 4, 6, 3))
@@ -144,6 +145,7 @@ def batch_of(count, seed=0):
     }
 
 
+@pytest.mark.thorough
 def test_the_loss_is_the_square_of_what_the_velocity_lacks():
     """With the keys of the objective: noise, time and dropped labels are drawn in that order."""
     params, batch, key = random_parameters(MODEL), batch_of(64), jax.random.key(3)
@@ -169,6 +171,7 @@ def test_evaluation_keeps_all_labels():
     assert FlowMatching(drop=0.5).evaluation().drop == 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", [0.0, 1.0, 2.5])
 def test_guidance_goes_beyond_the_labels(scale):
     params, batch = random_parameters(MODEL), batch_of(3)
@@ -203,6 +206,7 @@ def test_straight_lines_need_one_step():
     np.testing.assert_array_equal(ends[1], image)
 
 
+@pytest.mark.thorough
 def test_samples_have_the_size_of_the_images_and_follow_their_labels():
     params = random_parameters(MODEL)
     labels = batch_of(4)["labels"]
@@ -215,6 +219,7 @@ def test_samples_have_the_size_of_the_images_and_follow_their_labels():
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_model_without_labels_trains_and_samples():
     model = replace(MODEL, block=AdaLNZero(features=8))
     params = random_parameters(model)
@@ -226,6 +231,7 @@ def test_a_model_without_labels_trains_and_samples():
     assert images.shape == (2, 4, 6, 3)
 
 
+@pytest.mark.thorough
 def test_dropout_acts_in_training_alone():
     """The loss of a model with dropout depends on the key of the model, and not in evaluation."""
     params, batch = random_parameters(MODEL), batch_of(8)
@@ -239,6 +245,7 @@ def test_dropout_acts_in_training_alone():
     assert FlowMatching()(config, params, batch, context).loss == plain
 
 
+@pytest.mark.thorough
 def test_the_time_keeps_its_precision_in_bfloat16():
     params, batch = random_parameters(MODEL), batch_of(1)
     # both times are 0.5 in bfloat16
@@ -274,6 +281,7 @@ def test_a_dit_with_experts_learns_to_balance_them():
     assert np.abs(gradients[0] - gradients[1]).max() > 1e-4
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     images = jnp.zeros((2, 4, 6, 3))
     params = models.init(MODEL, jax.random.key(0))

@@ -41,6 +41,7 @@ def random(config):
     return jax.tree_util.tree_map_with_path(draw, models.spec(config))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layers,times", [(1, (3,)), (2, (2,)), (4, (2, 1)), (2, (0, 3))])
 def test_repeated_layers_are_a_deep_stack_of_equal_layers(layers, times):
     shared = replace(BERT, num_layers=layers, stack=zoo.Repeated(times))
@@ -58,6 +59,7 @@ def test_repeated_layers_are_a_deep_stack_of_equal_layers(layers, times):
     np.testing.assert_allclose(found, models.apply(deep, copied, TOKENS).logits, **CLOSE)
 
 
+@pytest.mark.thorough
 def test_repeated_layers_drop_anew_each_time():
     config = replace(BERT, num_layers=1, stack=zoo.Repeated((2,)), dropout_rate=0.5)
     tree = random(config)
@@ -69,6 +71,7 @@ def test_repeated_layers_drop_anew_each_time():
     assert np.abs(drawn(0) - drawn(1)).max() > 0.1
 
 
+@pytest.mark.thorough
 def test_groups_divide_the_layers():
     config = replace(BERT, num_layers=3, stack=zoo.Repeated((1, 1)))
     with pytest.raises(ConfigError, match=r"2 groups of model\.num_layers=3"):
@@ -81,6 +84,7 @@ def test_groups_divide_the_layers():
         models.apply(config, random(config), TOKENS, intermediates=("layers/*/residual",))
 
 
+@pytest.mark.thorough
 def test_a_narrow_table_is_read_by_the_head():
     head = LanguageModel(zoo.Projection("gelu", 5), bias=True)
     config = replace(BERT, embedding=zoo.Factorised(5, token_types=2), heads=(head,))
@@ -118,6 +122,7 @@ MIXERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MIXERS)
 def test_disentangled_attention_is_its_equation(name):
     """He et al. 2020, eq. 4, pair by pair in float64."""
@@ -202,6 +207,7 @@ def beside_first(**options):
     return replace(BERT, num_layers=2, positions=None, mixer=mixer, block=block)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, dict(width=5, groups=3, activation="gelu"), dict(width=1)])
 def test_a_convolution_beside_the_first_layer_is_its_sum(options):
     """Output by output in float64; neighbours in another segment, or in padding, count as zero."""
@@ -235,6 +241,7 @@ def test_a_convolution_beside_the_first_layer_is_its_sum(options):
     np.testing.assert_allclose(found["layers/*/residual"][0][real], y[real], **CLOSE)
 
 
+@pytest.mark.thorough
 def test_a_packed_row_is_computed_as_its_segments_alone():
     config = beside_first()
     tree = random(config)
@@ -245,6 +252,7 @@ def test_a_packed_row_is_computed_as_its_segments_alone():
         np.testing.assert_allclose(packed[:, part], alone, **CLOSE)
 
 
+@pytest.mark.thorough
 def test_a_convolution_drops_its_output_and_has_a_gradient():
     config = replace(beside_first(), dropout_rate=0.5)
     tree = random(config)

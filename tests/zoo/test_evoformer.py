@@ -226,6 +226,7 @@ def arguments(name, seed):
     return [values[letter] for letter in PARTS[name][1]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", PARTS)
 def test_a_module_equals_its_definition(name, seed):
@@ -305,6 +306,7 @@ def test_padding_changes_nothing():
     np.testing.assert_array_equal(none, alone)
 
 
+@pytest.mark.thorough
 def test_the_order_of_sequences_matters_to_none_but_the_first():
     tree, batch = random_parameters(models.spec(MODEL)), batch_of()
     order = jnp.array([0, 3, 1, 4, 2])
@@ -316,6 +318,7 @@ def test_the_order_of_sequences_matters_to_none_but_the_first():
     np.testing.assert_allclose(found, found.swapaxes(1, 2), atol=1e-5 * float(abs(found).max()))
 
 
+@pytest.mark.thorough
 def test_a_new_layer_adds_nothing_and_its_gates_are_open():
     """Maps back into the stream start at zero, gates at sigmoid(1)."""
     for path, leaf in parameters.paths(models.spec(MODEL)).items():
@@ -327,6 +330,7 @@ def test_a_new_layer_adds_nothing_and_its_gates_are_open():
             assert (values == (1 if path.endswith("bias") else 0)).all(), path
 
 
+@pytest.mark.thorough
 def test_the_loss_is_a_mean_over_counted_pairs():
     tree, batch = random_parameters(models.spec(MODEL)), batch_of()
     batch["weights"] = jnp.array([1.0, 0.0])
@@ -383,6 +387,7 @@ def test_a_scan_gives_what_single_layers_give():
     np.testing.assert_allclose(found, expected, atol=1e-4 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     tree, batch = random_parameters(models.spec(MODEL)), batch_of()
     types = batch["alignment"]

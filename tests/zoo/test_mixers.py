@@ -586,6 +586,7 @@ def test_reversible_layers_have_the_gradients_of_plain_ones(monkeypatch):
         )
 
 
+@pytest.mark.thorough
 def test_reversible_layers_take_a_reformer_and_refuse_by_name():
     config = replace(SYSTEMS["reformer"], stack=zoo.Reversible())
     encode = partial(models.encode, config, dropout_key=jax.random.key(0))

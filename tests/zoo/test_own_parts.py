@@ -58,6 +58,7 @@ def assert_same_outputs(ours, own, x):
     jax.tree.map(np.testing.assert_array_equal, found.heads, expected.heads)
 
 
+@pytest.mark.thorough
 def test_an_embedding_of_videos():
     ours = test_vivit.MODEL
     own = replace(ours, embedding=OwnPlaces(ours.embedding))
@@ -66,6 +67,7 @@ def test_an_embedding_of_videos():
     assert_same_outputs(ours, own, videos)
 
 
+@pytest.mark.thorough
 def test_an_embedding_and_a_head_of_series():
     ours = test_patchtst.MODEL
     heads = (OwnQuantiles(ours.heads[0]),)
@@ -87,6 +89,7 @@ def test_an_embedding_of_alignments():
     assert_same_outputs(ours, own, types)
 
 
+@pytest.mark.thorough
 def test_a_head_that_counts_directions():
     ours = test_dino.MODEL
     own = replace(ours, heads=(OwnDirections(ours.heads[0]),))

@@ -106,6 +106,7 @@ def test_patches_are_windows_of_the_padded_series(length, patch, stride):
     assert found.shape[1] == SeriesPatches(length, patch, stride).patches
 
 
+@pytest.mark.thorough
 def test_channels_are_independent_and_come_back():
     params = random_parameters(MODEL)
     x = series(6).reshape(2, 3, 21).swapaxes(1, 2)  # [B, length, C]
@@ -129,6 +130,7 @@ def test_forecasts_have_the_units_of_the_series(scale):
     np.testing.assert_allclose(found / scale, expected / scale, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", [0.0, 1.0, -3e7, 1e-12])
 def test_a_constant_series_stays_near_its_value(value):
     params = random_parameters(MODEL)
@@ -142,6 +144,7 @@ def test_a_constant_series_stays_near_its_value(value):
     assert np.isfinite(jax.jit(jax.grad(loss))(x)).all()
 
 
+@pytest.mark.thorough
 def test_bfloat16_keeps_a_small_change_of_a_large_value():
     """The series is normalised before it is rounded: 1,000.1 and 1,000.2 are one in bfloat16."""
     params = random_parameters(MODEL)
@@ -156,6 +159,7 @@ def test_quantiles_do_not_cross():
     assert (np.diff(forecast, axis=-1) >= 0).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_loss_is_that_of_its_definition(seed):
     params, x = random_parameters(MODEL, seed), series(5, seed)

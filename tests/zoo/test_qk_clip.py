@@ -58,6 +58,7 @@ def dense(query, key, mask, scale):
     return np.where(visible, scores, -np.inf).max(axis=(0, 2, 3))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("name", ["causal", "window", "segments"])
 def test_the_largest_score_of_each_head(name, kv_heads):
@@ -87,6 +88,7 @@ def largest_of(model, tree, tokens):
     return models.apply(model, tree, tokens).updates["layers"]["attention"]["largest_score"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_no_score_of_the_same_batch_is_above_the_threshold_afterwards(kv_heads, use_bias):
@@ -108,6 +110,7 @@ def test_no_score_of_the_same_batch_is_above_the_threshold_afterwards(kv_heads, 
         assert changed == (path.split("/")[-2] in same), path
 
 
+@pytest.mark.thorough
 def test_a_step_is_an_update_and_then_the_clip():
     """The same step without it, its result scaled by hand."""
     plain = replace(EXPERIMENT, after_update=None)
@@ -127,6 +130,7 @@ def test_a_step_is_an_update_and_then_the_clip():
     np.testing.assert_array_equal(expected["value"]["kernel"], clipped["value"]["kernel"])
 
 
+@pytest.mark.thorough
 def test_what_is_frozen_stays():
     recipe = build(replace(EXPERIMENT, frozen="query"))
     before = first_state(recipe).params["layers"]["attention"]

@@ -74,6 +74,7 @@ def expected(logits, boxes, batch, objective):
     return sums
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 def test_losses_are_those_of_the_best_of_all_matchings(seed):
     logits, boxes, batch = predictions(seed)
@@ -89,6 +90,7 @@ def test_losses_are_those_of_the_best_of_all_matchings(seed):
     assert found.weight == 3 and found.unit == "images"  # the third image does not count
 
 
+@pytest.mark.thorough
 def test_the_order_of_objects_and_what_padding_holds_change_nothing():
     logits, boxes, batch = predictions(7)
     batch["is_object"] = jnp.asarray([[1, 1, 0]] * B, jnp.float32)
@@ -104,6 +106,7 @@ def test_the_order_of_objects_and_what_padding_holds_change_nothing():
     assert loss(other) == loss(batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["padding", "an image that does not count"])
 def test_what_is_no_object_may_be_nan(where):
     logits, boxes, batch = predictions(10)
@@ -128,6 +131,7 @@ def test_gradients_are_finite_also_for_equal_and_empty_boxes_and_no_object():
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.thorough
 def test_every_object_has_a_query_of_its_own():
     cost = jnp.asarray(np.random.default_rng(0).standard_normal((50, 9, 9)), jnp.float32)
     is_object = jnp.asarray(np.random.default_rng(1).integers(2, size=(50, 9)))
@@ -165,6 +169,7 @@ DECODER = replace(
 )
 
 
+@pytest.mark.thorough
 def test_in_training_every_layer_of_the_decoder_is_read():
     """The loss is the sum of those of the models that end after the first, second, third layer."""
     whole = EncoderDecoder(ENCODER, DECODER, share_embeddings=False)
@@ -185,6 +190,7 @@ def test_in_training_every_layer_of_the_decoder_is_read():
         np.testing.assert_allclose(found.metrics[name], sums, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_block_that_ends_in_another_way_is_read_at_its_end_alone():
     def scaled(config, names):
         block = blocks.pre_norm(config, names)

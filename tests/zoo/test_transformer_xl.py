@@ -56,6 +56,7 @@ def random(config):
     return jax.tree_util.tree_map_with_path(draw, models.spec(config))
 
 
+@pytest.mark.thorough
 def test_layers_of_xlnet():
     """transformers computes XLNet in float64, with sinusoids in float32."""
     kept = load("transformer_xl")
@@ -94,6 +95,7 @@ def test_layers_of_xlnet():
     np.testing.assert_allclose(found, kept["hidden"], **CLOSE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", [causal(), causal() & window(3)], ids=str)
 def test_the_cache_answers_as_the_whole_text(mask):
     config = replace(TINY, masks=(mask,), num_kv_heads=1)
@@ -105,6 +107,7 @@ def test_the_cache_answers_as_the_whole_text(mask):
         np.testing.assert_array_equal(new, jnp.argmax(logits[len(prompt) - 1 :], axis=-1))
 
 
+@pytest.mark.thorough
 def test_a_packed_row_is_computed_as_its_segments_alone():
     tree = random(TINY)
     ids = jnp.array([[1] * 4 + [2] * 5] * 2)
@@ -123,6 +126,7 @@ def test_what_it_refuses():
             models.apply(config, random(config), TOKENS)
 
 
+@pytest.mark.thorough
 def test_published_counts_of_chinchilla():
     rows = [tuple(map(int, row.split())) for row in PUBLISHED.split(",")]
     assert len(rows) == 50

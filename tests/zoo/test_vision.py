@@ -43,6 +43,7 @@ def run(config, inputs, **options):
     return params, models.apply(config, params, jnp.asarray(inputs), **options)
 
 
+@pytest.mark.thorough
 def test_a_layer_scale_of_zero_leaves_the_stream():
     """And of one it is a pre-norm layer."""
     config = replace(IMAGES, block=LayerScale(0.0))
@@ -57,6 +58,7 @@ def test_a_layer_scale_of_zero_leaves_the_stream():
         LayerScale(-1.0)
 
 
+@pytest.mark.thorough
 def test_stochastic_depth_drops_sublayers_of_examples_in_training_alone():
     """A sub-layer adds 0, or 1 / (1 - rate) of its output; the mean over examples is its output."""
     rate, examples = 0.25, 4000
@@ -116,6 +118,7 @@ def test_classes_of_both_tokens_and_of_the_patches():
     )
 
 
+@pytest.mark.thorough
 def test_only_hidden_patches_are_compared():
     """And the scale and the mean of a normalised patch do not matter."""
     rng = np.random.default_rng(0)
@@ -140,6 +143,7 @@ def test_only_hidden_patches_are_compared():
     assert not np.allclose(moved, errors(plain, images, pixels))
 
 
+@pytest.mark.thorough
 def test_the_objective_of_a_masked_autoencoder():
     """A row of weight 0 does not count, and the key chooses the patches."""
     objective, decoder = MaskedPatches(), PixelDecoder(D, 1, 2, 8)
@@ -186,6 +190,7 @@ def test_features_of_a_text_are_those_of_its_first_end():
         models.transformer.read(config, params, output)
 
 
+@pytest.mark.thorough
 def test_the_last_position_counts_even_if_it_is_padding():
     """A padded position attends to the text, as where only keys are masked."""
     config = replace(TEXT, masks=(masks.full(),), heads=(LastPosition(3),))
@@ -205,6 +210,7 @@ def test_the_last_position_counts_even_if_it_is_padding():
     assert float(jnp.abs(output.logits - again.logits)[0].max()) > 1e-3
 
 
+@pytest.mark.thorough
 def test_padding_is_not_pooled():
     config = replace(TEXT, masks=(masks.full(),), heads=(AttentionPooling(),))
     whole, output = run(config, TOKENS[:, :4])
@@ -252,6 +258,7 @@ def test_what_cannot_be_is_refused(build, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_the_pooled_class_token_is_position_0():
     config = replace(IMAGES, heads=(Classification(None, pooler=None, name="pooled"),))
     _, output = run(config, PIXELS)

@@ -104,6 +104,7 @@ def test_a_vivit_equals_its_definition(seed, frames):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_short_video_in_a_longer_one_keeps_its_answers():
     """Padding: `segment_ids` 0 hides the last moments, whatever stands there."""
     params = random_parameters(MODEL)
@@ -115,6 +116,7 @@ def test_a_short_video_in_a_longer_one_keeps_its_answers():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)  # other sums of float32
 
 
+@pytest.mark.thorough
 def test_videos_of_one_batch_do_not_meet():
     params = random_parameters(MODEL)
     x = videos(4)
@@ -123,6 +125,7 @@ def test_videos_of_one_batch_do_not_meet():
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-5)  # other sums of float32
 
 
+@pytest.mark.thorough
 def test_a_tubelet_sees_its_moment_and_its_place_after_one_layer():
     """A layer that reads space and then time reaches every tubelet; without one, a line of them."""
     model = replace(MODEL, num_layers=1, feedforward="relu")
@@ -157,6 +160,7 @@ def test_sequences_of_places_come_back():
     np.testing.assert_array_equal(from_time(places, 6), x)
 
 
+@pytest.mark.thorough
 def test_a_tubelet_of_one_frame_is_a_patch():
     image = Patches(image=(4, 9), patch=(2, 3), channels=2, class_token=False)
     sizes = dict(context_length=6, mixer=None, block=None)
@@ -208,6 +212,7 @@ def test_gradients_are_finite_and_reach_every_parameter():
         assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(a), path
 
 
+@pytest.mark.thorough
 def test_dropout_acts_in_training_alone():
     params = random_parameters(MODEL)
     dropping = replace(MODEL, dropout_rate=0.3, attention_dropout_rate=0.3)
@@ -218,6 +223,7 @@ def test_dropout_acts_in_training_alone():
     np.testing.assert_array_equal(apply(config, params, videos(2), dropout_key=key).logits, plain)
 
 
+@pytest.mark.thorough
 def test_weights_of_space_and_of_time_can_be_read():
     params = random_parameters(MODEL)
     names = ("layers/*/attention/weights", "layers/*/temporal/weights")
@@ -228,6 +234,7 @@ def test_weights_of_space_and_of_time_can_be_read():
         np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     params = random_parameters(MODEL)
     for shape in [(2, 6, 4, 9, 3), (2, 3, 4, 9, 2), (2, 8, 4, 9, 2), (2, 0, 4, 9, 2), (2, 4, 9, 2)]:

@@ -48,6 +48,7 @@ def test_sounds_are_continued_one_by_one_as_together():
         assert alone == [expected]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("shape", "said"),
     [

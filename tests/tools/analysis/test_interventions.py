@@ -59,6 +59,7 @@ def test_an_ablated_head_is_one_without_output():
         np.testing.assert_allclose(found[layer, head], expected, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_the_heads_of_one_layer_are_refused():
     params = models.init(CONFIG, jax.random.key(0))
     with pytest.raises(ConfigError, match=r"layers/0/attention/heads is \[2, 12, .*all layers"):
