@@ -41,6 +41,12 @@ APPLICATIONS = {
     "protein_contacts": Application(
         "contacts.png", ("precision", "mean_field", "mutual_information", "best")
     ),
+    "quantise_digits": Application(
+        "codes.png", ("error", "error_k_means", "read", "read_original")
+    ),
+    "paint_digits": Application(
+        "samples.png", ("right", "right_unseen", "distance", "distance_unseen")
+    ),
     "detect_digits": Application("boxes.png", ("AP50", "mAP")),
     "dino_digits": Application(
         "neighbours.png",

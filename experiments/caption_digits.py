@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxformer.data.augment import Move, augmented
+from jaxformer.data.batching import every_row
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset, Question
 from jaxformer.data.tokenizers import Characters
@@ -43,7 +44,7 @@ class Rows:
     """
 
     def __init__(self, digits: Any, count: int, seed: int):
-        examples = digits.take_rows(np.arange(len(digits)))
+        examples = every_row(digits)
         self.images = [examples["images"][examples["labels"] == digit] for digit in range(10)]
         self.order = np.random.default_rng(seed).permutation(1000)
         self.count = count

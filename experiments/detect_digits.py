@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.data.batching import take_rows
+from jaxformer.data.batching import every_row
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.detection import Objects, average_precision
@@ -59,7 +59,7 @@ class Scenes:
     """Images with digits. Image i is a function of (seed, i)."""
 
     def __init__(self, digits: Any, count: int, seed: int):
-        self.digits = take_rows(digits, np.arange(len(digits)))
+        self.digits = every_row(digits)
         self.count = count
         self.seed = seed
 
@@ -126,7 +126,7 @@ def found_objects(model: Any, params: Any, images: np.ndarray) -> list[Objects]:
 def precision(scored: Evaluation) -> dict[str, float]:
     """COCO's scores, and a picture of the first images."""
     split = scored.dataset.validation
-    batch = take_rows(split, np.arange(len(split)))
+    batch = every_row(split)
     found = found_objects(scored.model, scored.params, batch["images"])
     counts = batch["is_object"].astype(int).sum(axis=1)
     rows = zip(batch["classes"], batch["boxes"], counts, strict=True)

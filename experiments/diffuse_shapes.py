@@ -24,9 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer.data.arrays import dataset_of_arrays
+from jaxformer.data.batching import every_row
 from jaxformer.data.sources import Dataset
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
+from jaxformer.evaluation.samples import nearest
 from jaxformer.masks import full
 from jaxformer.models import ModelConfig, Patches
 from jaxformer.models.norm import Unscaled
@@ -110,13 +112,6 @@ def draw_on_request(model: Any, params: Any, key: Any, labels: np.ndarray) -> np
     return np.clip(np.asarray(images) / 2 + 0.5, 0, 1)
 
 
-def nearest(images: np.ndarray, among: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(index, distance) of the nearest of the other images to each image."""
-    a, b = images.reshape(len(images), -1), among.reshape(len(among), -1)
-    index = ((b**2).sum(axis=1)[None] - 2 * a @ b.T).argmin(axis=1)
-    return index, np.linalg.norm(a - b[index], axis=1)
-
-
 @dataclass(frozen=True)
 class AsAsked:
     """The scores that the head of this file explains; `samples.png` draws the first samples."""
@@ -131,10 +126,7 @@ class AsAsked:
         images = draw_on_request(scored.model, scored.params, key, asked)
         if scored.folder is not None and jax.process_index() == 0:
             save(images[:48], asked[:48], scored.folder)
-        train, unseen = (
-            split.take_rows(np.arange(len(split)))
-            for split in (scored.dataset.train, scored.dataset.validation)
-        )
+        train, unseen = map(every_row, (scored.dataset.train, scored.dataset.validation))
         old, held_out = (rows["images"] / 2 + 0.5 for rows in (train, unseen))
         new, new_labels = draw((scored.seed, 2), self.new)
         scores = {}
@@ -142,9 +134,9 @@ class AsAsked:
             ("", images, asked),
             ("_unseen", held_out, unseen["labels"]),
         ):
-            found = new_labels[nearest(pictures, new)[0]]
+            found = new_labels[nearest(pictures, new).index]
             scores[f"right{kind}"] = float((found == labels).all(axis=1).mean())
-            scores[f"distance{kind}"] = float(nearest(pictures, old)[1].mean())
+            scores[f"distance{kind}"] = float(nearest(pictures, old).distance.mean())
         return scores
 
 

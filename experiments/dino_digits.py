@@ -23,7 +23,7 @@ import numpy as np
 from experiments.mae_digits import flat, labelled
 from jaxformer import models
 from jaxformer.data.augment import Move, ResizedCrop, augmented
-from jaxformer.data.batching import take_rows
+from jaxformer.data.batching import every_row
 from jaxformer.data.images import Digits
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.probes import linear_probe, nearest_neighbours
@@ -49,7 +49,7 @@ def features(model: Any, params: Any, images: np.ndarray) -> np.ndarray:
 def probes(scored: Evaluation) -> dict[str, float]:
     """What neighbours and a linear probe say, by features and by pixels; and a picture."""
     splits = scored.dataset.train, scored.dataset.validation
-    rows = [take_rows(split, np.arange(len(split))) for split in splits]
+    rows = list(map(every_row, splits))
     scores = {}
     for ending, read in (
         ("", partial(features, scored.model, scored.params)),

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
+from jaxformer.data.batching import every_row
 from jaxformer.data.sources import Dataset, read_example
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.models import ModelConfig
@@ -85,7 +86,7 @@ def perfect_accuracy(keys: np.ndarray) -> np.ndarray:
 def accuracy_by_examples(scored: Evaluation) -> dict[str, float]:
     """The accuracy after 1, 2, 4, 8 and 16 examples, and that of a perfect learner."""
     split = scored.dataset.validation
-    batch = split.take_rows(np.arange(len(split)))
+    batch = every_row(split)
     found = models.apply(scored.model, scored.params, jnp.asarray(batch["tokens"])).logits[:, ::2]
     right = np.asarray(found).argmax(axis=-1) == batch["labels"][:, ::2]
     curves = {"decoder": right.mean(axis=0), "perfect": perfect_accuracy(split.pairs[..., 0])}

@@ -24,6 +24,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from jaxformer import models
 from jaxformer.data.arrays import dataset_of_arrays
+from jaxformer.data.batching import every_row
 from jaxformer.data.sources import Dataset
 from jaxformer.errors import package_of
 from jaxformer.evaluation.forecasts import autoregression, seasonal_naive_error
@@ -86,7 +87,7 @@ class Windows:
 def scores(scored: Evaluation) -> dict[str, float]:
     """The scores that the head of this file explains; `forecasts.png` draws six series."""
     series = load()
-    batch = scored.dataset.validation.take_rows(np.arange(len(scored.dataset.validation)))
+    batch = every_row(scored.dataset.validation)
     before, truth, number = batch["series"], batch["future"], batch["number"]
     forecast = models.apply(scored.model, scored.params, jnp.asarray(before)).logits
     losses, forecast = quantile_loss(forecast, jnp.asarray(truth), LEVELS), np.asarray(forecast)

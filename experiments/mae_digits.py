@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.data.batching import take_rows
+from jaxformer.data.batching import every_row
 from jaxformer.data.images import Digits
 from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.probes import Labelled, linear_probe
@@ -52,7 +52,7 @@ def features(model: Any, params: Any, images: np.ndarray) -> np.ndarray:
 def probe(scored: Evaluation) -> dict[str, float]:
     """The linear probe of the encoder and of the pixels, and a picture of reconstructions."""
     splits = scored.dataset.train, scored.dataset.validation
-    known, unseen = (take_rows(split, np.arange(len(split))) for split in splits)
+    known, unseen = map(every_row, splits)
     read = partial(features, scored.model, scored.params)
     scores = {
         f"linear_probe{ending}": linear_probe(labelled(known, of), labelled(unseen, of))

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxformer import models
 from jaxformer.data.arrays import dataset_of_arrays
+from jaxformer.data.batching import every_row
 from jaxformer.data.sources import Dataset
 from jaxformer.evaluation import contacts
 from jaxformer.evaluation.metric import Evaluation
@@ -99,7 +100,7 @@ class Families:
 def precision(scored: Evaluation) -> dict[str, float]:
     """The scores that the head of this file explains, and a picture of the first families."""
     split = scored.dataset.validation
-    rows = split.take_rows(np.arange(len(split)))
+    rows = every_row(split)
     alignments, maps = rows["alignment"], rows["bins"]
     run = jax.jit(lambda params, types: models.apply(scored.model, params, types).logits)
     logits = np.asarray(run(scored.params, jnp.asarray(alignments)))

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxformer import models
 from jaxformer.data.arrays import dataset_of_arrays
+from jaxformer.data.batching import every_row
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.metric import Evaluation
@@ -93,7 +94,7 @@ def accuracies(scored: Evaluation) -> dict[str, float]:
 
     train, unseen = scored.dataset.train, scored.dataset.validation
     learned = train.take_rows(np.arange(len(train))[:4000])
-    batch = unseen.take_rows(np.arange(len(unseen)))
+    batch = every_row(unseen)
     videos, pixels = batch["videos"], batch["videos"].reshape(len(unseen), -1)
     still = np.repeat(videos[:, FRAMES // 2, None], FRAMES, axis=1)
     apply = jax.jit(models.apply, static_argnums=0)

@@ -289,6 +289,11 @@ def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
         raise _with_place(place, error) from error
 
 
+def every_row(split: Any) -> dict[str, np.ndarray]:
+    """All examples of a split as one batch."""
+    return take_rows(split, np.arange(len(split)))
+
+
 def _is_readable(split: Any, index: int) -> bool:
     try:
         _take_rows(split, np.array([index]))

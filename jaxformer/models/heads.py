@@ -33,10 +33,10 @@ class Head(NamedTuple):
 
     name: str  # the key of its parameters and of its output
     spec: Tree  # of `Spec`
-    # (params, hidden [B, T, D], padding_mask [B, T] or None, inputs) -> array, float32 or wider;
-    # the padding mask is False for padding; `inputs` is the argument of `models.apply`. A fifth
-    # parameter called `tokens` gets those of `models.apply`, or None where only hidden states are
-    # known, as in decoding
+    # (params, hidden [B, T, D], padding_mask [B, T] or None, inputs) -> array, float32 or wider, or
+    # a tree of arrays; the padding mask is False for padding; `inputs` is the argument of
+    # `models.apply`. A fifth parameter called `tokens` gets those of `models.apply`, or None where
+    # only hidden states are known, as in decoding
     apply: Callable
 
 
@@ -58,7 +58,7 @@ def run(
     padding_mask,
     inputs: Tree,
     tokens: Any = None,
-) -> Array:
+) -> Tree:
     """The output of a head.
 
     Heads in older files have three parameters. They are called without `inputs`.

@@ -46,6 +46,8 @@ OFFERED = {
     "KeptPatches": "masked_autoencoder",
     "PixelDecoder": "masked_autoencoder",
     "MaskedPatches": "masked_patches",
+    "CodeBook": "vector_quantised",
+    "VectorQuantisation": "vector_quantised",
     "Prototypes": "dino",
     "SelfDistillation": "dino",
     "AttentionPooling": "siglip",

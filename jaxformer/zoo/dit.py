@@ -142,14 +142,15 @@ class AdaLNZero:
 class Pixels:
     """A head: a linear map of each position back to its patch, an image [B, height, width, C].
 
-    It starts at zero. Raises ConfigError for an embedding that is no `Patches`, that has tokens
-    besides the patches, or that leaves pixels unread.
+    It starts at zero. Raises ConfigError for patches that are no `Patches`, that have tokens beside
+    them, or that leave pixels unread.
     """
 
     name: str = "pixels"  # the key of its parameters and of its output
+    patches: Patches | None = None  # how the image is cut; None: as the model's embedding cuts it
 
     def __call__(self, config: ModelConfig) -> Head:
-        patches = config.embedding
+        patches = self.patches or config.embedding
         has_tokens = isinstance(patches, Patches) and (patches.class_token or patches.extra_tokens)
         if not isinstance(patches, Patches) or has_tokens or any(patches.unread):
             raise ConfigError(

@@ -12,6 +12,7 @@ from experiments import detect_digits, diffuse_shapes
 from jaxformer import cli
 from jaxformer.data.batching import take_rows
 from jaxformer.evaluation.detection import Objects, average_precision
+from jaxformer.evaluation.samples import nearest
 from tests.joints.harness import (
     assert_resumes_to_the_same_bits,
     assert_same_on_eight_devices,
@@ -38,6 +39,8 @@ APPLICATIONS = {
     ),
     "video_motion": ("--data.examples=64 --data.validation-examples=16", "direction", "videos.png"),
     "mae_digits": ("", "linear_probe", "reconstructions.png"),
+    "quantise_digits": ("--data.copies=1", "error_k_means", "codes.png"),
+    "paint_digits": ("--data.images.copies=1", "right", "samples.png"),
 }
 
 
@@ -46,8 +49,12 @@ APPLICATIONS = {
 def test_it_survives_a_kill_and_runs_on_eight_devices(name, tmp_path):
     options, score, picture = APPLICATIONS[name]
     text = (EXPERIMENTS / f"{name}.py").read_text(encoding="utf-8")
-    files = {name: text.replace("AsAsked()", "AsAsked(each=1, new=200)")}
+    if name == "diffuse_shapes":
+        text = text.replace("AsAsked()", "AsAsked(each=1, new=200)")
+    files = {name: text}
     options = [*SMALL.split(), *options.split()]
+    if name == "paint_digits":
+        options.append(f"--data.quantiser={small_quantiser(tmp_path)}")
     whole = assert_resumes_to_the_same_bits(files, tmp_path, *options)
     assert_same_on_eight_devices(files, tmp_path, *options, whole=whole)
     run = run_of(whole, name)
@@ -55,6 +62,35 @@ def test_it_survives_a_kill_and_runs_on_eight_devices(name, tmp_path):
     assert (run / picture).stat().st_size > 5000
     with contextlib.chdir(whole):
         assert cli.main(["evaluate", name]) == 0
+
+
+def small_quantiser(folder):
+    """The folder of a short run of quantise_digits."""
+    runs = folder / "quantiser"
+    options = [*SMALL.split(), "--data.copies=1", "--metrics=()"]
+    assert cli.main(["train", "quantise_digits", "--runs", str(runs), *options]) == 0
+    (run,) = runs.glob("quantise_digits-*")
+    return run
+
+
+@pytest.mark.thorough
+def test_digits_are_painted_on_request(tmp_path, capsys):
+    options = [
+        *SMALL.split(),
+        "--data.images.copies=1",
+        "--metrics=()",
+        "--steps=2",
+        "--eval-every=2",
+    ]
+    paint = ["train", "paint_digits", "--runs", str(tmp_path), *options]
+    assert cli.main([*paint, f"--data.quantiser={tmp_path / 'none'}"]) == 2
+    assert "first run make train EXP=quantise_digits" in capsys.readouterr().err
+    assert cli.main([*paint, f"--data.quantiser={small_quantiser(tmp_path)}"]) == 0
+    (run,) = tmp_path.glob("paint_digits-*")
+    assert cli.main(["generate", str(run), "--prompt", "seven"]) == 0
+    assert (run / "samples.png").exists() and "samples.png" in capsys.readouterr().out
+    assert cli.main(["generate", str(run), "--prompt", "ten"]) == 2
+    assert "expected one of zero" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -79,7 +115,7 @@ def test_a_drawn_shape_is_nearest_to_its_kind():
     """What reads shape and colour off a sample is right for nearly all unseen images."""
     unseen, labels = diffuse_shapes.draw((0, 1), 200)
     new, new_labels = diffuse_shapes.draw((0, 2), 5000)
-    index, distance = diffuse_shapes.nearest(unseen, new)
+    index, distance = nearest(unseen, new)
     assert (new_labels[index] == labels).all(axis=1).mean() > 0.97
     every = np.linalg.norm((unseen[:5, None] - new[None]).reshape(5, len(new), -1), axis=2)
     # squares in float32, of differences of sums near 100
