@@ -8,8 +8,10 @@ all points, and it does not depend on their order. The error is that of unseen p
 square error as a share of the variance of y. Models have two layers and no positions; they train
 for the same steps at the same rate of Adam, which falls to zero.
 
-Expected: to be measured.
-Time: to be measured.
+Expected (seed 0): with 4 heads the error is 3.1, 2.6, 1.1, 0.81 and 0.20 % of the variance at widths
+4, 8, 16, 32 and 64; it falls as width^-0.95. At width 32 it is 0.71, 1.12, 0.81 and 0.82 % with 1,
+2, 4 and 8 heads: no trend, since one kernel needs one head.
+Time: 6.5 minutes of CPU time.
 Command: python -m experiments.theory.expressiveness [--steps 1500] [--out expressiveness.png]
 """
 
@@ -31,6 +33,7 @@ from jaxformer.models.layer import Embedder, linear
 from jaxformer.tools.analysis import figures
 
 LENGTH, BATCH, UNSEEN = 16, 64, 512  # points of a sequence; sequences of a step, and unseen ones
+TICKS = (0.002, 0.005, 0.01, 0.02, 0.05)  # errors that the figure names
 WIDTHS, HEADS = (4, 8, 16, 32, 64), (1, 2, 4, 8)
 
 
@@ -45,7 +48,9 @@ def function(points: Array) -> Array:
 def coordinates(config: ModelConfig) -> Embedder:
     """The embedding of points: a linear map."""
     start = jax.nn.initializers.normal(1.0)
-    spec = {"points": parameters.linear((2, config.d_model), (None, "embed"), (None,), start, True)}
+    spec = {
+        "points": parameters.linear((2, config.d_model), ("line", "embed"), ("line",), start, True)
+    }
 
     def apply(params: Any, points: Array, inputs: Any, context: Any) -> Array:
         return linear("btc,cd->btd", points, params["points"])
@@ -113,6 +118,7 @@ def draw_figure(widths: Sequence[float], heads: Sequence[float]) -> Any:
         axes.loglog(x, y, "o-", color=figures.COLORS[0])
         axes.set_xticks(x, [str(each) for each in x])
         axes.minorticks_off()
+        axes.set_yticks(TICKS, [f"{tick:.1%}" for tick in TICKS])
         axes.set(xlabel=name)
         axes.grid(alpha=0.25)
     figure.axes[0].set_ylabel("error, share of the variance")
