@@ -81,6 +81,7 @@ OFFERED = {
     "Tubelets": "vivit",
     "spatial_attention": "vivit",
     "space_then_time": "vivit",
+    "Hourglass": "hourglass",
     "SeriesPatches": "patchtst",
     "Quantiles": "patchtst",
     "quantile_regression": "patchtst",
