@@ -8,9 +8,9 @@ all points, and it does not depend on their order. The error is that of unseen p
 square error as a share of the variance of y. Models have two layers and no positions; they train
 for the same steps at the same rate of Adam, which falls to zero.
 
-Expected (seed 0): with 4 heads the error is 3.1, 2.6, 1.1, 0.81 and 0.20 % of the variance at widths
-4, 8, 16, 32 and 64; it falls as width^-0.95. At width 32 it is 0.71, 1.12, 0.81 and 0.82 % with 1,
-2, 4 and 8 heads: no trend, since one kernel needs one head.
+Expected (seed 0): with 4 heads the error is 3.1, 2.6, 1.1, 0.81 and 0.20 % of the variance at
+widths 4, 8, 16, 32 and 64; it falls as width^-0.95. At width 32 it is 0.71, 1.12, 0.81 and 0.82 %
+with 1, 2, 4 and 8 heads: no trend, since one kernel needs one head.
 Time: 6.5 minutes of CPU time.
 Command: python -m experiments.theory.expressiveness [--steps 1500] [--out expressiveness.png]
 """
