@@ -37,6 +37,7 @@ APPLICATIONS = {
         "videos.png", ("digit", "one_frame_digit", "direction", "one_frame_direction")
     ),
     "forecast": Application("forecasts.png", ("mase", "mase_ar", "mase_naive", "inside")),
+    "molecules": Application("logp.png", ("mae", "mae_atoms", "mae_fingerprints")),
     "speech_numbers": Application("heard.png", ("wer", "wer_nearest")),
     "protein_contacts": Application(
         "contacts.png", ("precision", "mean_field", "mutual_information", "best")

@@ -85,6 +85,8 @@ OFFERED = {
     "SeriesPatches": "patchtst",
     "Quantiles": "patchtst",
     "quantile_regression": "patchtst",
+    "GraphNodes": "graphormer",
+    "GraphAttention": "graphormer",
 }
 PRESETS_OF = {
     "decoders": (

@@ -27,6 +27,7 @@ APPLICATIONS = {
     "detect_digits": ("--data.examples=64 --data.validation-examples=16", "AP50", "boxes.png"),
     "dino_digits": ("", "neighbours", "neighbours.png"),
     "forecast": ("", "mase", "forecasts.png"),
+    "molecules": ("--data.examples=64 --data.validation-examples=16", "mae_atoms", "logp.png"),
     "protein_contacts": (
         "--data.examples=64 --data.validation-examples=16",
         "precision",
