@@ -54,7 +54,7 @@ APPLICATIONS = {
         ("neighbours", "neighbours_of_pixels", "linear_probe", "linear_probe_of_pixels"),
     ),
     "mae_digits": Application(
-        "reconstructions.png", ("linear_probe", "linear_probe_of_pixels", "loss")
+        "reconstructions.png", ("linear_probe", "linear_probe_untrained", "linear_probe_of_pixels")
     ),
 }
 

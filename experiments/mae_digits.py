@@ -2,12 +2,14 @@
 
 A masked autoencoder (He et al. 2021, arXiv:2111.06377) on scikit-learn's digits, in patches of
 2 x 2 pixels; the encoder sees four of sixteen. `linear_probe` is the share of unseen digits whose
-class a linear classifier reads off the frozen encoder, which then sees every patch;
-`linear_probe_of_pixels` reads it off the pixels instead. `reconstructions.png` in the run's folder
-shows unseen digits, what the encoder saw, and what the decoder drew.
+class a linear classifier reads off the frozen encoder: the states of all patches, side by side; the
+encoder sees every patch then. `linear_probe_untrained` reads it off the same encoder before its
+first step, and `linear_probe_of_pixels` off the pixels. `linear_probe_of_mean` has only the mean of
+the states. `reconstructions.png` in the run's folder shows unseen digits, what the encoder saw, and
+what the decoder drew.
 Needs pip install 'jaxformer[vision]'.
-Expected: not trained to its end by us yet. After 300 steps linear probe 86.7 %, of pixels 97.8 %
-(seed 0).
+Expected: linear_probe 99.4 %, untrained 98.1 %, of pixels 97.8 %, of the mean 95.8 % (seed 0).
+Time: 7.5 minutes on two CPU cores beside three other jobs.
 Command: make train EXP=mae_digits
 """
 
@@ -27,8 +29,9 @@ from jaxformer.evaluation.metric import Evaluation
 from jaxformer.evaluation.probes import Labelled, linear_probe
 from jaxformer.masks import full
 from jaxformer.models import ModelConfig, Patches
+from jaxformer.params import random_key
 from jaxformer.tools.analysis import figures
-from jaxformer.training import AdamW, Cosine, Experiment
+from jaxformer.training import Cosine, Experiment, Muon
 from jaxformer.zoo.masked_autoencoder import KeptPatches, PixelDecoder, hidden_patches
 from jaxformer.zoo.masked_patches import MaskedPatches
 
@@ -36,31 +39,46 @@ PATCHES, SIDE = 16, 8  # patches of an image; its height and width in pixels
 SHOWN = 8  # images of the picture
 
 
-def features(model: Any, params: Any, images: np.ndarray) -> np.ndarray:
-    """The mean of an encoder's final states when it sees every patch."""
+def states(model: Any, params: Any, images: np.ndarray) -> np.ndarray:
+    """The encoder's final states [n, 16, D] when it sees every patch."""
     every = replace(model, embedding=replace(model.embedding, ratio=0.0))
     order = np.tile(np.arange(PATCHES, dtype=np.float32), (len(images), 1))
 
     @jax.jit
     def run(params, images, noise):
-        hidden = models.apply(every, params, images, inputs={"noise": noise}).hidden
-        return hidden[:, 1:].mean(axis=1)
+        return models.apply(every, params, images, inputs={"noise": noise}).hidden[:, 1:]
 
     return np.asarray(run(params, jnp.asarray(images), order))
 
 
+def features(model: Any, params: Any, images: np.ndarray) -> np.ndarray:
+    """The states of all patches, side by side."""
+    return flat(states(model, params, images))
+
+
+def mean(model: Any, params: Any, images: np.ndarray) -> np.ndarray:
+    """The mean of the states."""
+    return states(model, params, images).mean(axis=1)
+
+
 def probe(scored: Evaluation) -> dict[str, float]:
-    """The linear probe of the encoder and of the pixels, and a picture of reconstructions."""
+    """The linear probes that the head of this file explains, and a picture of reconstructions."""
     splits = scored.dataset.train, scored.dataset.validation
     known, unseen = map(every_row, splits)
-    read = partial(features, scored.model, scored.params)
+    model, params = scored.model, scored.params
+    untrained = models.init(model, random_key(scored.seed))
     scores = {
         f"linear_probe{ending}": linear_probe(labelled(known, of), labelled(unseen, of))
-        for ending, of in (("", read), ("_of_pixels", flat))
+        for ending, of in (
+            ("", partial(features, model, params)),
+            ("_of_mean", partial(mean, model, params)),
+            ("_untrained", partial(features, model, untrained)),
+            ("_of_pixels", flat),
+        )
     }
     if scored.folder is not None and jax.process_index() == 0:
         images = unseen["images"][:SHOWN]
-        drawn = reconstructed(scored.model, scored.params, images)
+        drawn = reconstructed(model, params, images)
         figures.save(lambda: picture(images, *drawn), scored.folder / "reconstructions.png")
     return scores
 
@@ -71,7 +89,7 @@ def labelled(batch: dict[str, np.ndarray], of: Callable[[np.ndarray], np.ndarray
 
 
 def flat(images: np.ndarray) -> np.ndarray:
-    """Images [n, H, W, C] as vectors."""
+    """Images [n, H, W, C], or states [n, T, D], as vectors."""
     return images.reshape(len(images), -1)
 
 
@@ -114,11 +132,11 @@ experiment = Experiment(
     ),
     data=Digits(),
     objective=MaskedPatches(),
-    optimizer=AdamW(learning_rate=2e-3, b2=0.95, weight_decay=0.05),
-    schedule=Cosine(warmup=200),
-    steps=6000,
+    optimizer=Muon(learning_rate=1e-2, adam_learning_rate=2e-3),
+    schedule=Cosine(warmup=100),
+    steps=1500,
     batch_size=128,
     log_every=100,
-    eval_every=1000,
+    eval_every=500,
     metrics=(probe,),
 )

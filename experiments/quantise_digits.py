@@ -7,7 +7,9 @@ Scores are those of 360 unseen digits: `error` is the mean square error of a pix
 `error_k_means` is that of k-means with 64 means of patches. `read` is the share of images whose
 class a classifier reads off the drawn image, `read_original` off the image itself; the classifier
 is a support vector machine that learned from training digits. `codes.png` shows unseen digits.
-Expected: to be measured.
+Expected: error 0.0036, error_k_means 0.0064, read 99.4 %, read_original 99.4 % (seed 0); 43 of the
+codes are in use, by the exponential of their entropy. 204,492 parameters.
+Time: 5 minutes on two CPU cores beside other work.
 Needs pip install 'jaxformer[vision]'.
 Command: make train EXP=quantise_digits
 """

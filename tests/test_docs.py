@@ -162,7 +162,9 @@ def check_make(target, variables):
         return
     made = subprocess.run(["make", "-n", target, *given], cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
-    for line in re.findall(PYTHON, made.stdout):
+    # a command inside of $(...) ends at its bracket
+    commands = re.sub(r"\$\(([^()]*)\)", r"\n\1\n", made.stdout)
+    for line in re.findall(PYTHON, commands):
         check_python(line)
 
 

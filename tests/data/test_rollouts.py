@@ -101,6 +101,7 @@ def test_a_batch_holds_prompts_with_their_answers(tree):
     assert batch["temperature"].tolist() == [1.5] * B and batch["weights"].tolist() == [1] * B
 
 
+@pytest.mark.thorough
 def test_a_batch_is_a_function_of_parameters_key_and_step(tree):
     rollouts = Rollouts(Numbers(), digits, group=G, max_tokens=8)
     first, again = drawn(rollouts, tree), drawn(rollouts, tree)

@@ -56,6 +56,7 @@ def test_layer_0_fetches_the_token_before_and_layer_1_the_next():
     assert result["information"][0].max() > 2
 
 
+@pytest.mark.thorough
 def test_the_function_is_continuous_and_blind_to_the_order():
     points = expressiveness.draw(jax.random.key(0), 3)
     y = expressiveness.function(points)

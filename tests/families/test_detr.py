@@ -195,6 +195,7 @@ def test_a_backbone_of_ones_own_is_not_written():
         families.known.write_settings(other, "detr", families.FAMILIES)
 
 
+@pytest.mark.thorough
 def test_labels_are_those_of_the_file(tmp_path):
     names = {str(i): name for i, name in enumerate(("cat", "dog", "N/A", "N/A"))}
     folder = runs.altered(tmp_path, "detr", id2label=names)

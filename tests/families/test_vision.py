@@ -95,6 +95,7 @@ def test_a_folder_of_text_and_images_says_what_can_be_read(tmp_path):
         families.load(folder)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dinov2", "clip_vision", "siglip_vision"])
 def test_pixels_that_fill_no_patch_are_not_read(name):
     checkpoint = families.load(golden.folder(name))
@@ -197,6 +198,7 @@ BARE = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BARE)
 def test_a_model_without_heads_is_saved(name, tmp_path):
     """It reads back as the bare class; a head without tensors is there again."""

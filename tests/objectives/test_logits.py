@@ -74,6 +74,7 @@ def test_on_a_mesh(monkeypatch, axes):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
 
 
+@pytest.mark.thorough
 def test_a_model_of_ones_own_and_one_without_a_language_model():
     tokens, labels = inputs(2, 4)
 

@@ -121,6 +121,7 @@ def test_the_objective_of_a_model():
     assert sums.unit == "pairs" and sums.weight == 4
 
 
+@pytest.mark.thorough
 def test_a_model_beside_itself():
     """Before the first step the policy is the reference: a loss of log 2, and no reward."""
     tree = P.init(models.spec(MODEL), jax.random.key(0))

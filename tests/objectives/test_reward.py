@@ -54,6 +54,7 @@ def test_the_objective_of_a_model():
     assert RewardModel(centre=0.1).evaluation() == RewardModel()
 
 
+@pytest.mark.thorough
 def test_a_text_of_one_token_more_than_the_context():
     """The reward is that of the last token that the model can read."""
     tree = P.init(models.spec(MODEL), jax.random.key(0))

@@ -81,6 +81,7 @@ def test_a_class_that_does_not_exist(wrong):
     assert np.isfinite(good.loss) and np.isnan(found.loss)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/detr#101",
     "ZhangGongjie/SAM-DETR#1",

@@ -201,6 +201,7 @@ def test_a_batch_without_any_weight_changes_no_centre_to_nan():
     assert (mean_of_images(jnp.full((2, 3, 4), jnp.nan), jnp.zeros(3)) == 0).all()
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     params, batch = models.init(MODEL, jax.random.key(0)), batch_of()
     bare = replace(MODEL, heads=())

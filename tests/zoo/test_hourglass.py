@@ -116,6 +116,7 @@ def test_each_token_is_in_one_group(T, k, is_causal):
         assert group.tolist() == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [MODEL, FULL], ids=["causal", "full"])
 def test_padding_is_hidden(model):
     tree, tokens = random_parameters(model), texts(13)
@@ -134,6 +135,7 @@ def test_two_texts_in_a_row_give_nan_and_not_a_mixture():
     assert jnp.isnan(found[0]).any() and jnp.isfinite(found[1]).all()
 
 
+@pytest.mark.thorough
 def test_only_layers_of_all_tokens_may_have_a_window():
     local = causal() & window(2)
     outside = replace(MODEL, masks=(local, causal(), causal(), local))
@@ -150,6 +152,7 @@ def test_a_new_map_is_a_mean_and_a_copy():
     assert parameters.count(models.spec(MODEL)["stack"]) == 2 * 3 * 8 * 8
 
 
+@pytest.mark.thorough
 def test_gradients_and_bfloat16():
     tree, tokens = random_parameters(MODEL), texts(10)
 
@@ -165,6 +168,7 @@ def test_gradients_and_bfloat16():
     assert jnp.abs(low - exact).mean() < 0.05 * jnp.abs(exact).mean()
 
 
+@pytest.mark.thorough
 def test_the_doors():
     with pytest.raises(ConfigError, match="leaves no middle layer"):
         models.spec(replace(MODEL, num_layers=2))

@@ -249,6 +249,7 @@ def test_the_objective_equals_a_plain_definition():
     np.testing.assert_allclose(sums.metrics["codes_in_use"][0] / B, in_use, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_an_image_of_weight_0_changes_nothing():
     tree, images = parameters_of(), images_of(count=B + 2)
     objective = VectorQuantisation(least=0.0)
@@ -266,6 +267,7 @@ def test_an_image_of_weight_0_changes_nothing():
     )
 
 
+@pytest.mark.thorough
 def test_the_book_has_no_gradient_and_the_encoder_has():
     tree = parameters_of()
 

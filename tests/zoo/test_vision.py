@@ -81,6 +81,7 @@ def test_stochastic_depth_drops_sublayers_of_examples_in_training_alone():
         LayerScale(1.0, 1.0)
 
 
+@pytest.mark.thorough
 def test_feature_maps_are_states_of_patches():
     config = replace(IMAGES, num_layers=2, block=LayerScale(1.0))
     params = models.init(config, jax.random.key(0))

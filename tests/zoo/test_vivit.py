@@ -176,6 +176,7 @@ def test_a_tubelet_of_one_frame_is_a_patch():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)  # other sums of float32
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("frames", [1, 2, 3, 4])
 def test_kernels_of_images_become_kernels_of_videos(frames):
     kernel = jax.random.normal(jax.random.key(0), (2, 2, 3, 16))
