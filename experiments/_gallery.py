@@ -36,6 +36,11 @@ APPLICATIONS = {
     "video_motion": Application(
         "videos.png", ("digit", "one_frame_digit", "direction", "one_frame_direction")
     ),
+    "answer_about_images": Application(
+        "answers.png",
+        ("relational", "relational_words_alone", "not_relational", "not_relational_words_alone"),
+    ),
+    "vision_language": Application("answers.png", ("exact_match", "exact_match_words_alone")),
     "forecast": Application("forecasts.png", ("mase", "mase_ar", "mase_naive", "inside")),
     "molecules": Application("logp.png", ("mae", "mae_atoms", "mae_fingerprints")),
     "speech_numbers": Application("heard.png", ("wer", "wer_nearest")),

@@ -8,7 +8,7 @@ tokenizer. `end_of_text` is the id that ends a document, or None; no text contai
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -94,6 +94,18 @@ class Characters(Tokenizer):
         return "".join(
             self.characters[i] if 0 <= i < self.vocab_size else UNKNOWN for i in map(int, ids)
         )
+
+
+def of_words(words: Sequence[str], end: str) -> BPE:
+    """The tokenizer of these words, which spaces separate; `end` is the one that ends a text.
+
+    A word's id is its place in the list. Other words raise ConfigError.
+    """
+    vocabulary = {word: i for i, word in enumerate(words)}
+    if len(vocabulary) < len(words) or any(word.split() != [word] for word in words):
+        raise ConfigError(f"tokenizers.of_words: {words}: expected different words without spaces")
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "an unknown word"}
+    return BPE(json.dumps({"model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}), end)
 
 
 def load(

@@ -70,9 +70,10 @@ def generate(
     tokens to keep, or None to go on.
 
     For an encoder-decoder, `sources` are the tokens of the encoder, or images `[height, width, C]`,
-    and a prompt is the beginning of the target (T5: [0]). `filters` (from `decoding.filters`, or
-    your own functions) come before those of `sampling`. `cache_dtype` is the dtype of keys and
-    values, such as int8.
+    and a prompt is the beginning of the target (T5: [0]). If `config.embedding` has an attribute
+    `source`, they are what it reads as `inputs[source]`, such as the images of `zoo.llava`.
+    `filters` (from `decoding.filters`, or your own functions) come before those of `sampling`.
+    `cache_dtype` is the dtype of keys and values, such as int8.
 
     At most `rows` texts are decoded at a time; a row that ends takes the next prompt. A row's
     tokens do not depend on its neighbours. The last bits of its logits do: where the neighbours

@@ -53,7 +53,7 @@ def open_model(
         leaf.dtype for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.floating)
     )
     dtype = jnp.dtype(next(floats) if dtype is None else dtype)
-    source_length = 0 if sources is None else padded_length(max(map(len, sources)), config.encoder)
+    source_length = 0 if sources is None else length_of_sources(config, sources)
     longest = sum(_longest(prompts, 0 if max_tokens is None else max_tokens))
     cache_length = padded_length(longest, models.last_stack(config))
     if cache_dtype is None:
@@ -114,8 +114,33 @@ def padded(tokens: Any, length: int) -> np.ndarray:
     return np.pad(np.asarray(tokens, np.int32), (0, length - len(tokens)))[None]
 
 
-def source_inputs(model: Model, sources: Sequence[Any]) -> dict[str, np.ndarray]:
+def length_of_sources(config: ModelConfig | EncoderDecoder, sources: Sequence[Any]) -> int:
+    """The length to compile for: that of the longest source, rounded up for an encoder."""
+    longest = max(map(len, sources))
+    if isinstance(config, EncoderDecoder):
+        return padded_length(longest, config.encoder)
+    return longest
+
+
+def source_field(config: ModelConfig | EncoderDecoder) -> str | None:
+    """The attribute `source` of an embedding of your own: it reads sources as `inputs[source]`.
+
+    None for an encoder-decoder, and for an embedding that reads tokens alone.
+    """
+    if isinstance(config, EncoderDecoder):
+        return None
+    return getattr(config.embedding, "source", None)
+
+
+def reads_sources(config: ModelConfig | EncoderDecoder) -> bool:
+    """Whether an encoder or an embedding reads `sources`."""
+    return isinstance(config, EncoderDecoder) or source_field(config) is not None
+
+
+def source_inputs(model: Model, sources: Sequence[Any]) -> dict[str, Any]:
     """The sources as arguments of `models.apply`: padded rows of tokens, or a batch of arrays."""
+    if (field := source_field(model.config)) is not None:
+        return {"inputs": {field: np.stack(sources)}}
     if are_arrays(sources):
         return {"source": np.stack(sources)}
     tokens = [padded(source, model.source_length) for source in sources]
@@ -158,9 +183,11 @@ def _problems(config, prompts, max_tokens: int | Tokens | None, sources) -> Iter
     pair = isinstance(config, EncoderDecoder)
     if is_explicit():
         yield "a mesh of Explicit axes is for training; put the parameters on one of Auto axes"
-    if pair != (sources is not None):
-        yield f"{'an encoder-decoder needs' if pair else 'only an encoder-decoder has'} `sources`"
-    if pair and (len(sources) != len(prompts) or not all(map(len, sources))):
+    if pair and sources is None:
+        yield "an encoder-decoder needs `sources`"
+    if sources is not None and not reads_sources(config):
+        yield "only an encoder-decoder has `sources`, or an embedding with an attribute `source`"
+    if sources is not None and (len(sources) != len(prompts) or not all(map(len, sources))):
         yield f"{len(prompts)} prompts need as many sources, none of them empty"
     if not all(hasattr(prompt, "__len__") for prompt in prompts):
         yield "prompts: expected a list of tokens for each text, such as [[1, 2, 3]]"
@@ -178,7 +205,9 @@ def _problems(config, prompts, max_tokens: int | Tokens | None, sources) -> Iter
             for image in sources
             if np.shape(image) != expected
         )
-    arrays = pair and are_arrays(sources)
+    arrays = sources is not None and are_arrays(sources)
+    if sources is not None and not (pair or arrays):
+        yield "sources: expected arrays of several axes, such as images"
     if arrays and len({np.shape(source) for source in sources}) > 1:
         shapes = ", ".join(map(str, sorted({np.shape(source) for source in sources})))
         yield f"sources: expected arrays of one shape, such as images; got {shapes}"

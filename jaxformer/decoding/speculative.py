@@ -34,6 +34,7 @@ from jaxformer.decoding.model import (
     check_rotations,
     open_model,
     padded_length,
+    reads_sources,
 )
 from jaxformer.decoding.sampling import Sampling, draw, probabilities
 from jaxformer.decoding.state import DecodeState, append, new_tokens
@@ -232,7 +233,7 @@ def speculate(
     *,
     draft: Draft | Lookup | HiddenDraft,
     ahead: int = 4,
-    sources: Sequence[Sequence[int]] | None = None,
+    sources: Sequence[Any] | None = None,
     sampling: Sampling = Sampling(),
     filters: Sequence[Filter] = (),
     key: Array | None = None,
@@ -300,8 +301,8 @@ def _read_prompts(draft: Any, ahead: int, opened: list[Model], prompts, sources,
 
 
 def _open_draft(draft: Draft | HiddenDraft, prompts, max_tokens, sources, ahead: int) -> Model:
-    """The draft's model for these prompts; only an encoder-decoder reads the sources."""
-    read_sources = sources if isinstance(draft.config, EncoderDecoder) else None
+    """The draft's model for these prompts, with the sources if it reads any."""
+    read_sources = sources if reads_sources(draft.config) else None
     return open_model(
         draft.config, draft.params, prompts, max_tokens, read_sources, draft.dtype, ahead=ahead
     )

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 
 from jaxformer import models
 from jaxformer.decoding.cache import Cache
-from jaxformer.models import EncoderDecoder, ModelConfig
+from jaxformer.models import Embedding, EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.stacks import layout
 from jaxformer.ops.stored_weight import StoredWeight, int8_weight, to_int8
 from jaxformer.params import Spec, Tree, map_with_name, paths
@@ -87,7 +87,13 @@ def _prepare_stack(
     models.transformer.check_params(without_heads, params)
     without_layers = {name: tree for name, tree in params.items() if name != "layers"}
     stored = [jax.tree.map(store, kinds[i % len(kinds)], layer) for i, layer in enumerate(layers)]
-    return _map_declared(store, spec, without_layers) | {"layers": tuple(stored)}
+    prepared = _map_declared(store, spec, without_layers) | {"layers": tuple(stored)}
+    if isinstance(config.embedding, Embedding | Patches):
+        return prepared
+    # an embedding of the user's own may call functions that read plain arrays only; a head may read
+    # by its table of tokens
+    plain = {name: tree for name, tree in params.get("embedding", {}).items() if name != "tokens"}
+    return prepared | {"embedding": prepared.get("embedding", {}) | plain}
 
 
 def _map_declared(function: Callable, spec: Tree, params: Tree) -> Tree:

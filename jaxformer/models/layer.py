@@ -182,7 +182,9 @@ class Embedder(NamedTuple):
     """An embedding of your own. `ModelConfig.embedding` may be any function `config -> Embedder`.
 
     Absolute positions of the config are added to the result of `apply`, then `end` follows. The
-    context has the positions, the token types, the padding mask and the dtype of activations.
+    context has the positions, the token types, the padding mask and the dtype of activations. If
+    the function has an attribute `source`, decoding passes its `sources` as `inputs[source]` with
+    the first tokens of a text. Behind them, `context.lengths` is not None, and there are no inputs.
     """
 
     spec: Tree  # of `Spec`; with a table `tokens` [V, D], a language model's head may read by it

@@ -87,6 +87,7 @@ OFFERED = {
     "quantile_regression": "patchtst",
     "GraphNodes": "graphormer",
     "GraphAttention": "graphormer",
+    "ImagePrefix": "llava",
 }
 PRESETS_OF = {
     "decoders": (

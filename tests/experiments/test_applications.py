@@ -25,6 +25,16 @@ SMALL = "--steps=8 --batch-size=8 --schedule.warmup=1 --eval-every=8"
 APPLICATIONS = {
     "diffuse_shapes": ("--data.examples=64 --data.validation-examples=16", "right", "samples.png"),
     "detect_digits": ("--data.examples=64 --data.validation-examples=16", "AP50", "boxes.png"),
+    "answer_about_images": (
+        "--data.examples=64 --data.validation-examples=16",
+        "relational",
+        "answers.png",
+    ),
+    "vision_language": (
+        "--data.examples=64 --data.validation-examples=16",
+        "exact_match",
+        "answers.png",
+    ),
     "dino_digits": ("", "neighbours", "neighbours.png"),
     "forecast": ("", "mase", "forecasts.png"),
     "molecules": ("--data.examples=64 --data.validation-examples=16", "mae_atoms", "logp.png"),

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxformer import models, params as parameters
+from jaxformer import decoding, models, params as parameters
 from jaxformer.objectives import StepContext
 from jaxformer.zoo.dino import SelfDistillation
 from jaxformer.zoo.patchtst import quantile_regression
-from tests.zoo import test_dino, test_evoformer, test_patchtst, test_vivit
+from tests.zoo import test_dino, test_evoformer, test_llava, test_patchtst, test_vivit
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class OwnAlignment(Own):
 class OwnDirections(Own):
     count = property(lambda self: self.inner.count)
     name = property(lambda self: self.inner.name)
+
+
+@dataclass(frozen=True)
+class OwnSource(Own):
+    source = property(lambda self: self.inner.source)
 
 
 def assert_same_outputs(ours, own, x):
@@ -98,4 +103,17 @@ def test_a_head_that_counts_directions():
     tree = parameters.init(objective.spec(own), jax.random.key(1))
     context = StepContext(jax.random.key(0), step=jnp.int32(1), params=tree)
     found, expected = (objective(m, params, batch, context).loss for m in (own, ours))
+    assert found == expected
+
+
+@pytest.mark.thorough
+def test_an_embedding_that_reads_the_sources_of_decoding():
+    ours = test_llava.MODEL
+    own = replace(ours, embedding=OwnSource(ours.embedding))
+    params = test_llava.random_parameters(ours)
+    prompts = [ours.embedding.prompt([1, 2])]
+    images = list(test_llava.images_of(1))
+    found, expected = (
+        decoding.generate(model, params, prompts, 3, sources=images) for model in (own, ours)
+    )
     assert found == expected
