@@ -70,10 +70,15 @@ class PaintedNames:
             )
         return open_run(found.path)
 
+    def weights(self) -> Any:
+        """The quantiser's, on no certain device: the painter may train on several."""
+        return jax.tree.map(jnp.asarray, jax.device_get(self.run.params))
+
     def open(self, model: Any) -> Dataset:
         digits = self.images.open(None)
         splits = digits.train, digits.validation
-        made = dataset_of_arrays(*map(self.examples, splits), digits.description)
+        known, unseen = map(self.examples, splits)
+        made = dataset_of_arrays(known, unseen, digits.description)
         train, validation = (
             Paintings(codes.arrays, self, split.arrays)
             for codes, split in zip((made.train, made.validation), splits, strict=True)
@@ -85,7 +90,8 @@ class PaintedNames:
         apply = jax.jit(models.apply, static_argnums=0)
         images, labels = digits.arrays["images"], digits.arrays["labels"]
         parts = [jnp.asarray(images[i : i + 1000]) for i in range(0, len(images), 1000)]
-        found = [apply(self.run.model, self.run.params, part).heads["codes"] for part in parts]
+        weights = self.weights()
+        found = [apply(self.run.model, weights, part).heads["codes"] for part in parts]
         tokens = np.zeros((len(images), LENGTH), np.int32)
         weights = np.zeros((len(images), LENGTH), np.float32)
         for i, codes in enumerate(np.concatenate([each.codes for each in found])):
@@ -100,7 +106,7 @@ class PaintedNames:
         prompts = [LETTERS.encode(name + " ") for name in names]
         options = dict(filters=(only_codes,), key=key, rows=100)
         codes = np.array(generate(model, params, prompts, PATCHES, **options)) - FIRST
-        return np.clip(decode(self.run.model, self.run.params, jnp.asarray(codes)), 0, 1)
+        return np.clip(decode(self.run.model, self.weights(), jnp.asarray(codes)), 0, 1)
 
     def generate(self, run: Any, key: Any, folder: Any, prompt: str | None = None) -> str:
         """A picture of ten samples of a name, or of two of each."""

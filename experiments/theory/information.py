@@ -107,9 +107,9 @@ def draw_figure(results: dict[str, dict]) -> Any:
         values = np.sort(result["information"], axis=1)[:, ::-1]
         place = np.arange(values.size) + shift
         left.bar(place, values.ravel(), 0.4, color=colors[name], label=name)
-    heads = values.shape[1]
-    names = [f"{layer}.{head}" for layer in range(len(values)) for head in range(heads)]
-    left.set_xticks(range(values.size), names)
+    L, N = results["trained"]["information"].shape
+    names = [f"{layer}.{head}" for layer in range(L) for head in range(N)]
+    left.set_xticks(range(L * N), names)
     most = float(np.log(induction.LENGTH))
     alone = float(mutual_information(causal_uniform(induction.LENGTH)))
     left.axhline(most, color="#888888", linestyle="--", linewidth=1, label="log T")

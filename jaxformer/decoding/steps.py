@@ -88,12 +88,13 @@ def _prepare_stack(
     without_layers = {name: tree for name, tree in params.items() if name != "layers"}
     stored = [jax.tree.map(store, kinds[i % len(kinds)], layer) for i, layer in enumerate(layers)]
     prepared = _map_declared(store, spec, without_layers) | {"layers": tuple(stored)}
-    if isinstance(config.embedding, Embedding | Patches):
+    is_ours = isinstance(config.embedding, Embedding | Patches)
+    if is_ours or "embedding" not in params:  # one of the user's own may have no parameters
         return prepared
     # an embedding of the user's own may call functions that read plain arrays only; a head may read
     # by its table of tokens
-    plain = {name: tree for name, tree in params.get("embedding", {}).items() if name != "tokens"}
-    return prepared | {"embedding": prepared.get("embedding", {}) | plain}
+    plain = {name: tree for name, tree in params["embedding"].items() if name != "tokens"}
+    return prepared | {"embedding": prepared["embedding"] | plain}
 
 
 def _map_declared(function: Callable, spec: Tree, params: Tree) -> Tree:

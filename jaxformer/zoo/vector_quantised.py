@@ -141,11 +141,17 @@ class CodeBook:
 
     def decoder(self, config: ModelConfig) -> ModelConfig:
         """The stack that draws images from vectors [B, T, W]."""
+        patches = config.embedding
+        if not isinstance(patches, Patches):
+            raise ConfigError(
+                f"model.heads={self.name}: a code is that of a patch; expected "
+                "embedding=Patches(class_token=False)"
+            )
         return replace(
             config,
             num_layers=self.num_layers,
-            embedding=Vectors(self.width, config.embedding),
-            heads=(Pixels(patches=config.embedding),),
+            embedding=Vectors(self.width, patches),
+            heads=(Pixels(patches=patches),),
         )
 
     def __call__(self, config: ModelConfig) -> Head:

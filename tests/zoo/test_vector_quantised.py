@@ -310,6 +310,8 @@ def test_the_doors():
     with_token = replace(MODEL, context_length=T + 1, embedding=patches)
     with pytest.raises(ConfigError, match="class_token=False"):
         models.spec(with_token)
+    with pytest.raises(ConfigError, match="a code is that of a patch"):
+        models.spec(ModelConfig(10, 1, 8, 2, 4, heads=(HEAD,)))
     with pytest.raises(ConfigError, match=r"CodeBook\.count=1"):
         CodeBook(count=1)
     with pytest.raises(ConfigError, match=r"objective\.decay=1\.0"):
