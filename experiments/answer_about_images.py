@@ -17,7 +17,6 @@ Command: make train EXP=answer_about_images
 Then: make generate EXP=answer_about_images ARGS="--prompt 'how many have the shape of red ?'"
 """
 
-import hashlib
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +28,7 @@ from jax.nn.initializers import normal
 
 from jaxformer import models
 from jaxformer.data import scenes
+from jaxformer.data.batching import digest_of_drawn, every_row
 from jaxformer.data.scenes import COLOURS, SHAPES
 from jaxformer.data.sources import Dataset, read_example
 from jaxformer.errors import ConfigError
@@ -127,9 +127,9 @@ class SortOfClevr:
     def open(self, model: Any) -> Dataset:
         train = Scenes(self.examples, 2 * self.seed)
         validation = Scenes(self.validation_examples, 2 * self.seed + 1)
-        digest = hashlib.sha256(f"{self} {QUESTIONS} {COLOURS} {SIZE} {RADIUS}".encode())
+        digest = digest_of_drawn(str(self), train)
         description = f"{self.examples:,} images with questions"
-        return Dataset(train, validation, digest.hexdigest(), description, len(WORDS))
+        return Dataset(train, validation, digest, description, len(WORDS))
 
     def generate(self, run: Any, key: Any, folder: Any, prompt: str | None = None) -> str:
         """A picture of a question about twelve unseen images, with the answers."""
@@ -139,8 +139,8 @@ class SortOfClevr:
         batch = Scenes(12, 2 * self.seed + 1).take_rows(np.arange(12))
         found, seen = ask(run.model, run.params, batch["source"])
         rows = [(i, TEXTS.index(question)) for i in range(12)]
-        drawn = picture(batch, found, seen, rows)
-        return str(figures.save(lambda: drawn, folder / "answers.png"))
+        draw = partial(picture, batch, found, seen, rows)
+        return str(figures.save(draw, folder / "answers.png"))
 
 
 def rarity(words: list[str], texts: list[str]) -> np.ndarray:
@@ -191,10 +191,11 @@ def ask(model: Any, params: Any, images: np.ndarray) -> tuple[np.ndarray, np.nda
 def accuracies(scored: Evaluation) -> dict[str, float]:
     """The scores that the head of this file explains; `answers.png` draws some answers."""
     train, unseen = scored.dataset.train, scored.dataset.validation
-    batch = unseen.take_rows(np.arange(len(unseen)))
+    batch = every_row(unseen)
     labels = batch["labels"]
     found, seen = ask(scored.model, scored.params, batch["source"])
     if scored.folder is not None and jax.process_index() == 0:
+        # two questions of each kind, each about another image and another colour
         rows = [(i, len(COLOURS) * i + i) for i in range(len(QUESTIONS))]
         rows += [(6 + i, len(COLOURS) * i + (i + 3) % 6) for i in range(len(QUESTIONS))]
         path = scored.folder / "answers.png"

@@ -11,7 +11,6 @@ Time: 57 seconds on 2 CPU cores.
 Command: make train EXP=caption_digits
 """
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +18,8 @@ import jax
 import numpy as np
 
 from jaxformer.data.augment import Move, augmented
-from jaxformer.data.batching import every_row
-from jaxformer.data.images import Digits
+from jaxformer.data.batching import digest_of_drawn, every_row
+from jaxformer.data.images import DIGIT_NAMES, Digits
 from jaxformer.data.sources import Dataset, Question
 from jaxformer.data.tokenizers import Characters
 from jaxformer.decoding import Beams
@@ -31,7 +30,7 @@ from jaxformer.models import EncoderDecoder, ModelConfig, Patches
 from jaxformer.objectives import LossSums, StepContext
 from jaxformer.training import AdamW, Cosine, Experiment, TokenCrossEntropy
 
-WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+WORDS = list(DIGIT_NAMES)
 LETTERS = "".join(sorted(set(" ".join(WORDS))))  # of captions; each is a token
 END = len(LETTERS)  # the token before and behind a caption
 LENGTH = 3 * len("three") + 3  # tokens of the longest caption: three words, two spaces and the end
@@ -88,7 +87,7 @@ class RowsOfDigits:
         digits = Digits().open(None)
         train = Rows(digits.train, self.examples, self.seed)
         validation = Rows(digits.validation, self.validation_examples, self.seed + 1)
-        digest = hashlib.sha256(f"{digits.digest} {LETTERS} {self}".encode()).hexdigest()
+        digest = digest_of_drawn(f"{digits.digest} {self}", train)
         return Dataset(
             train,
             validation,

@@ -13,7 +13,6 @@ Needs pip install 'jaxformer[vision,detection]'.
 Command: make train EXP=detect_digits
 """
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxformer import models
-from jaxformer.data.batching import every_row
+from jaxformer.data.batching import digest_of_drawn, every_row
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.detection import Objects, average_precision
@@ -105,7 +104,7 @@ class ScenesOfDigits:
         digits = Digits().open(None)
         train = Scenes(digits.train, self.examples, self.seed)
         validation = Scenes(digits.validation, self.validation_examples, self.seed + 1)
-        digest = hashlib.sha256(f"{digits.digest} {self}".encode()).hexdigest()
+        digest = digest_of_drawn(f"{digits.digest} {self}", train)
         return Dataset(train, validation, digest, f"scenes of {digits.description}")
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from experiments.quantise_digits import CODES, MovedDigits, read
 from jaxformer import models
 from jaxformer.data.arrays import Arrays, dataset_of_arrays
+from jaxformer.data.images import DIGIT_NAMES
 from jaxformer.data.sources import Dataset
 from jaxformer.data.tokenizers import Characters
 from jaxformer.decoding import generate
@@ -41,7 +42,7 @@ from jaxformer.tools.analysis import figures
 from jaxformer.training import Cosine, Experiment, Muon, TokenCrossEntropy
 from jaxformer.zoo.vector_quantised import decode
 
-NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+NAMES = list(DIGIT_NAMES)
 LETTERS = Characters("".join(sorted(set("".join(NAMES)))) + " ")
 FIRST, PATCHES = LETTERS.vocab_size, 16  # the token of code 0; codes of an image
 LENGTH = len("three ") + PATCHES  # tokens of the longest example
@@ -70,8 +71,8 @@ class PaintedNames:
             )
         return open_run(found.path)
 
-    def weights(self) -> Any:
-        """The quantiser's, on no certain device: the painter may train on several."""
+    def book(self) -> Any:
+        """The quantiser's parameters, on no certain device: the painter may train on several."""
         return jax.tree.map(jnp.asarray, jax.device_get(self.run.params))
 
     def open(self, model: Any) -> Dataset:
@@ -90,8 +91,8 @@ class PaintedNames:
         apply = jax.jit(models.apply, static_argnums=0)
         images, labels = digits.arrays["images"], digits.arrays["labels"]
         parts = [jnp.asarray(images[i : i + 1000]) for i in range(0, len(images), 1000)]
-        weights = self.weights()
-        found = [apply(self.run.model, weights, part).heads["codes"] for part in parts]
+        book = self.book()
+        found = [apply(self.run.model, book, part).heads["codes"] for part in parts]
         tokens = np.zeros((len(images), LENGTH), np.int32)
         weights = np.zeros((len(images), LENGTH), np.float32)
         for i, codes in enumerate(np.concatenate([each.codes for each in found])):
@@ -106,7 +107,7 @@ class PaintedNames:
         prompts = [LETTERS.encode(name + " ") for name in names]
         options = dict(filters=(only_codes,), key=key, rows=100)
         codes = np.array(generate(model, params, prompts, PATCHES, **options)) - FIRST
-        return np.clip(decode(self.run.model, self.weights(), jnp.asarray(codes)), 0, 1)
+        return np.clip(decode(self.run.model, self.book(), jnp.asarray(codes)), 0, 1)
 
     def generate(self, run: Any, key: Any, folder: Any, prompt: str | None = None) -> str:
         """A picture of ten samples of a name, or of two of each."""

@@ -12,7 +12,6 @@ Time: 40 seconds on 2 CPU cores.
 Command: make train EXP=retrieve_digits
 """
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +24,7 @@ from jax.nn.initializers import constant
 from experiments.caption_digits import WORDS, Rows, with_moved_digits
 from jaxformer import models
 from jaxformer.data.augment import Move
+from jaxformer.data.batching import digest_of_drawn
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset
 from jaxformer.masks import full
@@ -62,7 +62,7 @@ class PairsOfDigits:
         digits = Digits().open(None)
         train = Pairs(Rows(digits.train, self.examples, self.seed))
         validation = Pairs(Rows(digits.validation, self.validation_examples, self.seed + 1))
-        digest = hashlib.sha256(f"{digits.digest} {self}".encode()).hexdigest()
+        digest = digest_of_drawn(f"{digits.digest} {self}", train)
         return Dataset(train, validation, digest, f"rows of three {digits.description}")
 
 

@@ -32,17 +32,11 @@ from experiments.theory import induction, small
 from jaxformer import models
 from jaxformer.models import ModelConfig
 from jaxformer.tools.analysis import figures
+from jaxformer.tools.analysis.attention_maps import mutual_information
 
 TARGETS = {"this token": 0, "one before": -1, "two before": -2, "next token": 1}
 PLACES = ("embedding", "layer 0", "layer 1")
 RIDGE = 1e-3  # times the mean square of a feature, for probes
-
-
-def mutual_information(weights: Array) -> Array:
-    """mean_i sum_j A_ij log(A_ij / mean_k A_kj) of weights [..., T, S], in nats."""
-    of_keys = weights.mean(axis=-2, keepdims=True)
-    terms = jax.scipy.special.xlogy(weights, weights) - jax.scipy.special.xlogy(weights, of_keys)
-    return terms.sum(axis=-1).mean(axis=-1)
 
 
 def causal_uniform(length: int) -> Array:

@@ -1,6 +1,7 @@
 """Training batches, a function of (seed, step) or of the state; validation batches; prefetching."""
 
 import functools
+import hashlib
 import inspect
 import itertools
 import sys
@@ -292,6 +293,18 @@ def take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
 def every_row(split: Any) -> dict[str, np.ndarray]:
     """All examples of a split as one batch."""
     return take_rows(split, np.arange(len(split)))
+
+
+def digest_of_drawn(facts: str, split: Any, examples: int = 16) -> str:
+    """The digest of a split whose examples are drawn: of what decides them, and of the first ones.
+
+    Another version of Python or NumPy may draw other numbers from the same seed.
+    """
+    digest = hashlib.sha256(facts.encode())
+    rows = take_rows(split, np.arange(min(examples, len(split))))
+    for name in sorted(rows):
+        digest.update(name.encode() + np.ascontiguousarray(rows[name]).tobytes())
+    return digest.hexdigest()
 
 
 def _is_readable(split: Any, index: int) -> bool:

@@ -21,6 +21,8 @@ from jaxformer.data.sources import Dataset, read_example
 from jaxformer.errors import ConfigError, package_of
 
 log = logging.getLogger("jaxformer")
+# of the labels of `Digits`
+DIGIT_NAMES = "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"
 # endings of image files, in any case; of a .gif the first picture is read
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 

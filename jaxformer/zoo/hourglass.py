@@ -21,7 +21,7 @@ from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import Mask, causal, full, segments
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, LayerOutput, Layers, linear
-from jaxformer.models.stacks import join_layers, layer_functions
+from jaxformer.models.stacks import join_layers, layer_functions, layout
 from jaxformer.params import Tree
 from jaxformer.zoo.visible import View, hide, visibility
 
@@ -68,8 +68,8 @@ class Hourglass:
 
     Middle layers need the mask full() or causal(); others may have any mask, such as a window.
     Padding is left out. Raises ConfigError for a model with too few layers, and NotImplementedError
-    for decoding, intermediates, and other masks of middle layers. A row of several segments gives
-    NaN, because a group would mix two texts.
+    for decoding, intermediates, other masks of middle layers, and mixers that hand a value to the
+    next layer. A row of several segments gives NaN, because a group would mix two texts.
     """
 
     shorten: int = 4  # k, tokens of a group
@@ -96,11 +96,16 @@ class Hourglass:
     def __call__(
         self, config: ModelConfig, layers: Layers, x: Float[Array, "B T D"], context: Context
     ) -> tuple[Float[Array, "B T D"], LayerOutput]:
-        if layers.state is not None or context.tap:
-            raise NotImplementedError("model.stack: Hourglass: no cache and no intermediates")
+        has_carry = any(kind.mixer.carry(x) is not None for kind in layout.kinds(config))
+        if layers.state is not None or context.tap or has_carry:
+            raise NotImplementedError(
+                "model.stack: Hourglass: no cache, no intermediates, and no mixer that hands a "
+                "value to the next layer"
+            )
         T, end = x.shape[1], config.num_layers - self.after
+        of_tokens = layer_functions(config, layers, x, context)
         runs = []
-        for layer in layer_functions(config, layers, x, context)[: self.before]:
+        for layer in of_tokens[: self.before]:
             runs.append(layer(x))
             x = runs[-1].hidden
 
@@ -108,13 +113,12 @@ class Hourglass:
         tokens = hide(x, jnp.broadcast_to(view.keys, x.shape[:2]))
         y = shortened(layers.stack_params["shorten"], tokens, self.shorten, view.causal)
         of_groups, context_of_groups = self.of_groups(layers, context, view)
-        middle = layer_functions(config, of_groups, y, context_of_groups)
-        for layer in middle[self.before : end]:
+        for layer in layer_functions(config, of_groups, y, context_of_groups)[self.before : end]:
             runs.append(layer(y))
             y = runs[-1].hidden
         x = x + view.refuse_several(lengthened(layers.stack_params["lengthen"], y, T))
 
-        for layer in layer_functions(config, layers, x, context)[end:]:
+        for layer in of_tokens[end:]:
             runs.append(layer(x))
             x = runs[-1].hidden
         return x, join_layers(runs)

@@ -96,9 +96,11 @@ def restarted(
 
     Dhariwal et al. 2020, arXiv:2005.00341, section 3.1. Without any weight nothing restarts.
     """
-    chances = jnp.where(weights > 0, 0.0, -jnp.inf)
-    chosen = z[jax.random.categorical(key, chances, shape=use.counts.shape)]
-    restarts = (use.counts < least) & (weights > 0).any()
+    # the n-th state that counts, for a random n of each code
+    place = jnp.cumsum(weights > 0)
+    n = jax.random.randint(key, use.counts.shape, 0, jnp.maximum(place[-1], 1))
+    chosen = z[jnp.searchsorted(place, n, side="right")]
+    restarts = (use.counts < least) & (place[-1] > 0)
     return Use(jnp.where(restarts, 1, use.counts), jnp.where(restarts[:, None], chosen, use.sums))
 
 
@@ -206,8 +208,11 @@ class VectorQuantisation:
 
     The batch has `images` [B, height, width, C] and their `weights` [B]. After each step the book
     moves as `moved` and `restarted` say. Reported are `error`, the first term, and `codes_in_use`,
-    exp of the entropy of the batch's codes, from 1 to K. Equation 3 and appendix A.1. Raises
-    ConfigError for a model without the head `CodeBook`.
+    exp of the entropy of the batch's codes, from 1 to K. With accumulation, the book is the mean of
+    those of the parts of a batch, so a code that starts again is a mean of states, and the counts
+    are those of a part. Equation 3 and appendix A.1. Raises ConfigError for a model without the
+    head `CodeBook`, or one of your own with its fields `count`, `width` and `name`, parameters and
+    output.
     """
 
     commitment: float = 0.25  # beta, the weight of the second term
@@ -257,10 +262,10 @@ def codes_in_use(
     return jnp.exp(-jax.scipy.special.xlogy(p, p).sum())
 
 
-def head_of(model: Any) -> CodeBook:
-    """The model's code book. Raises ConfigError if there is none."""
+def head_of(model: Any) -> Any:
+    """The model's code book, or one of your own. Raises ConfigError if there is none."""
     for head in getattr(model, "heads", ()):
-        if isinstance(head, CodeBook):
+        if hasattr(head, "count") and hasattr(head, "width") and hasattr(head, "name"):
             return head
     raise ConfigError(
         f"model.heads={getattr(model, 'heads', None)}: expected zoo.vector_quantised.CodeBook(...)"

@@ -23,6 +23,7 @@ from jaxformer.zoo.graphormer import (
     shortest_paths,
     spatial_bias,
 )
+from tests.zoo.gradients import assert_every_gradient
 from tests.zoo.plain_layers import gelu, normed, softmax
 
 FARTHEST, PATH, TYPES = 3, 2, 3
@@ -291,17 +292,7 @@ def test_gradients_are_finite_and_reach_every_parameter():
         logits = models.apply(MODEL, params, nodes, inputs=inputs, dtype=dtype).logits
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).sum()
 
-    grad = jax.jit(jax.grad(loss), static_argnums=1)
-    exact, rounded = grad(params, jnp.float32), grad(params, jnp.bfloat16)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(rounded), strict=True
-    ):
-        # a bias of keys changes no weight of a softmax
-        if "'key'" in jax.tree_util.keystr(path) and "'bias'" in jax.tree_util.keystr(path):
-            continue
-        assert np.abs(a).max() > 0 and np.isfinite(a).all(), path
-        # bfloat16 keeps 8 bits; the error grows over some ten products
-        assert np.linalg.norm(a - b) < 0.15 * np.linalg.norm(a), path
+    assert_every_gradient(loss, params, 0.15)
 
 
 def test_integers_of_8_bits_are_read():

@@ -14,6 +14,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.masks import causal, full, window
 from jaxformer.models import ModelConfig
 from jaxformer.zoo.hourglass import Hourglass, groups, has_token
+from jaxformer.zoo.value_residual import value_residual
 from tests.zoo.plain_layers import gelu, normed, softmax
 
 MODEL = ModelConfig(
@@ -94,6 +95,9 @@ def test_it_equals_its_definition(model, T):
         np.testing.assert_allclose(row, plain(model, tree, text), atol=2e-4)
 
 
+@pytest.mark.report(
+    "lucidrains/magvit2-pytorch#27", right="a shortened sequence leaks no later position"
+)
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_no_token_sees_a_later_one(k):
     model = replace(MODEL, stack=Hourglass(shorten=k))
@@ -175,7 +179,10 @@ def test_the_doors():
     with pytest.raises(ConfigError, match=r"Hourglass\.shorten=0"):
         Hourglass(shorten=0)
     tree = random_parameters(MODEL)
-    with pytest.raises(NotImplementedError, match="no cache and no intermediates"):
+    with pytest.raises(NotImplementedError, match="no intermediates"):
         models.apply(MODEL, tree, texts(6), intermediates=("layers/*/residual",))
     with pytest.raises(NotImplementedError, match="no cache"):
         decoding.generate(MODEL, tree, [[1, 2]], 2)
+    carrying = replace(MODEL, mixer=value_residual)
+    with pytest.raises(NotImplementedError, match="hands a value to the next layer"):
+        models.apply(carrying, random_parameters(carrying), texts(6))

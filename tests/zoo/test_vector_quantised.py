@@ -1,6 +1,6 @@
 """VQ-VAE beside a second definition: NumPy in float64, state by state."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -279,6 +279,25 @@ def test_the_book_has_no_gradient_and_the_encoder_has():
     assert not book["counts"].any() and not book["sums"].any()
     assert abs(gradient["embedding"]["patches"]["kernel"]).max() > 0
     assert abs(book["decoder"]["embedding"]["vectors"]["kernel"]).max() > 0
+
+
+@dataclass(frozen=True)
+class OwnBook:
+    """A book of a user's own, that does as ours does."""
+
+    count: int
+    width: int
+    name: str = "mine"
+
+    def __call__(self, config):
+        return CodeBook(self.count, self.width, 1, self.name)(config)
+
+
+def test_a_book_of_ones_own_is_moved():
+    model = replace(MODEL, heads=(OwnBook(K, W),))
+    tree = models.init(model, jax.random.key(0))
+    sums = VectorQuantisation()(model, tree, batch_of(images_of()), context())
+    assert sums.updates["heads"]["mine"]["sums"].shape == (K, W)
 
 
 def test_variables_are_declared():

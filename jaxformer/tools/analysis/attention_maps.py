@@ -44,6 +44,16 @@ def distance(weights: Float[Array, "... B N T S"]) -> Float[Array, "... B N T"]:
     return jnp.einsum("...ts,ts->...t", weights, distances)
 
 
+def mutual_information(weights: Float[Array, "*rest T S"]) -> Float[Array, "*rest"]:
+    """mean_t sum_s a_ts log(a_ts / mean_u a_us): of query and key positions, in nats.
+
+    a_ts / T is a joint distribution of both positions. 0 if all queries look at the same keys, log
+    T if each query looks at a key of its own. A causal mask alone tells something.
+    """
+    of_keys = weights.mean(axis=-2, keepdims=True)
+    return (xlogy(weights, weights) - xlogy(weights, of_keys)).sum(axis=-1).mean(axis=-1)
+
+
 def overlap(weights: Float[Array, "... B N T S"]) -> Float[Array, "... M B N T"]:
     """sum_s min(a_s, b_s) of every two heads a and b (M = N).
 
