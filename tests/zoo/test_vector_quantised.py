@@ -163,7 +163,6 @@ def test_the_book_is_an_average_over_steps():
     np.testing.assert_allclose(use.book(), sums / counts[:, None], atol=1e-5)
 
 
-@pytest.mark.report("espnet/espnet#6284", right="a code that starts again keeps its new vector")
 def test_a_code_without_use_starts_again_at_a_state():
     use = use_of(empty=(1, 4))
     z = jnp.asarray(np.random.default_rng(2).normal(size=(9, W)), jnp.float32)
@@ -181,24 +180,17 @@ def test_a_code_without_use_starts_again_at_a_state():
     np.testing.assert_allclose(later.book()[1], again.book()[1], rtol=1e-5)
 
 
-@pytest.mark.report(
-    "lucidrains/vector-quantize-pytorch#205", right="a batch without any state moves nothing"
-)
 def test_a_batch_without_weight_restarts_nothing():
     use, z = use_of(empty=(0,)), jnp.full((5, W), jnp.nan)
     again = restarted(use, z, jnp.zeros(5), 0.3, jax.random.key(0))
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again, use))
 
 
-@pytest.mark.report("nadavbh12/VQ-VAE#11", right="a code that was never used is not scaled up")
 def test_a_book_without_use_is_its_start():
     use = use_of(empty=range(K))
     np.testing.assert_array_equal(use.book(), use.sums)
 
 
-@pytest.mark.report(
-    "lucidrains/vector-quantize-pytorch#20", right="the book becomes the states of each code"
-)
 def test_the_book_reaches_constant_states():
     z = jnp.asarray(np.random.default_rng(3).normal(size=(4, W)), jnp.float32)
     use = Use(jnp.zeros(4), jax.random.normal(jax.random.key(0), (4, W)))
@@ -219,9 +211,6 @@ def batch_of(images, weights=None):
     return {"images": jnp.asarray(images), "weights": jnp.asarray(weights, jnp.float32)}
 
 
-@pytest.mark.report(
-    "zalandoresearch/pytorch-vq-vae#5", right="the loss reads the book before its step"
-)
 def test_the_objective_equals_a_plain_definition():
     tree, images = parameters_of(), images_of()
     objective = VectorQuantisation(commitment=0.5, decay=0.8, least=0.0)
