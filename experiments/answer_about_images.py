@@ -252,9 +252,9 @@ experiment = Experiment(
     objective=TokenCrossEntropy(),
     optimizer=Muon(learning_rate=5e-3, adam_learning_rate=2e-3),
     schedule=Cosine(warmup=100),
-    steps=1800,
+    steps=2600,
     batch_size=32,
     log_every=100,
-    eval_every=900,
+    eval_every=1300,
     metrics=(accuracies,),
 )

@@ -148,9 +148,9 @@ def few_lines(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> str | N
     """The axis of a that counts its lines, if a has two to `FEW_LINES` lines of 32 bits or more.
 
     The lines of b lie in memory one after another: the summed axes are the last ones of b. None
-    otherwise, and on a mesh, which may split the lines.
+    otherwise, on a mesh, which may split the lines, and for a size that `jax.export` leaves open.
     """
-    if jax.sharding.get_abstract_mesh().size > 1:
+    if jax.sharding.get_abstract_mesh().size > 1 or not all(isinstance(n, int) for n in a.shape):
         return None
     summed = [axis for axis in a_axes if axis not in out]
     lines = [axis for axis in a_axes if axis in out and axis not in b_axes]

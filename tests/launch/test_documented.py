@@ -38,7 +38,8 @@ HELP = re.sub(
     (ROOT / "Makefile").read_text(),
     flags=re.MULTILINE,
 )
-TEXTS = [*(path.read_text() for path in FILES), HELP]
+CONTINUED = re.compile(r"\\\n\s*")  # a backslash at the end of a line joins the next one
+TEXTS = [CONTINUED.sub("", text) for text in (*(path.read_text() for path in FILES), HELP)]
 
 
 def commands(pattern):
@@ -51,7 +52,7 @@ def shell():
     """What make runs for each command, by one make."""
     printed = {}
     for target, variables in commands(MAKE):
-        words = [*shlex.split(variables.replace("...", "x")), "DRY=1"]
+        words = [*shlex.split(variables.replace("...", "your-own")), "DRY=1"]
         done = subprocess.run(
             ["make", "-n", target, *words], cwd=ROOT, capture_output=True, text=True
         )
