@@ -7,9 +7,9 @@ the features of the class token; `linear_probe` is the share that a linear class
 them. `neighbours_of_pixels` and `linear_probe_of_pixels` use pixels instead. `neighbours.png` in
 the run's folder shows unseen digits and, below each, its nearest known ones.
 Needs pip install 'jaxformer[vision]'.
-Expected: not trained to a good end by us yet. After 500 steps neighbours 83.6 %, linear probe
-86.7 %; of pixels 99.2 and 97.8 % (seed 0). Later the teacher uses ever fewer directions (`spread`).
-Time: 11 minutes for 500 steps on two CPU cores, beside three other jobs.
+Expected: neighbours 98.9 %, linear probe 98.6 %; of pixels 99.2 and 97.8 % (seed 0). 238,688
+parameters. With `targets=centred`, the paper's, the teacher used ever fewer directions (`spread`).
+Time: 18 minutes on two CPU cores beside two other jobs.
 Command: make train EXP=dino_digits
 """
 
@@ -31,8 +31,9 @@ from jaxformer.evaluation.probes import linear_probe, nearest_neighbours
 from jaxformer.masks import full
 from jaxformer.models import ModelConfig, Patches
 from jaxformer.tools.analysis import figures
-from jaxformer.training import AdamW, Cosine, Experiment
+from jaxformer.training import Cosine, Experiment, Muon
 from jaxformer.zoo.dino import Prototypes, SelfDistillation
+from jaxformer.zoo.sinkhorn import balanced
 
 SHOWN, NEAREST = 10, 4  # unseen digits of the picture, and known ones below each
 
@@ -101,13 +102,14 @@ experiment = Experiment(
         small_view=partial(augmented, (ResizedCrop(area=(0.4, 0.8)), Move(degrees=15.0))),
         small_views=4,
         momentum=0.99,
+        targets=balanced,
     ),
-    optimizer=AdamW(learning_rate=1e-3, b2=0.98, weight_decay=0.04),
-    schedule=Cosine(warmup=200),
+    optimizer=Muon(learning_rate=5e-3, adam_learning_rate=2e-3),
+    schedule=Cosine(warmup=100),
     ema_decay=0.99,
-    steps=3000,
+    steps=1800,
     batch_size=64,
     log_every=100,
-    eval_every=500,
+    eval_every=600,
     metrics=(probes,),
 )

@@ -50,6 +50,7 @@ OFFERED = {
     "VectorQuantisation": "vector_quantised",
     "Prototypes": "dino",
     "SelfDistillation": "dino",
+    "balanced": "sinkhorn",
     "AttentionPooling": "siglip",
     "LastPosition": "siglip",
     "Factorised": "albert",

@@ -24,6 +24,7 @@ from jaxformer.models.layer import linear
 from jaxformer.models.reports import with_own
 from jaxformer.ops.losses import LossSums, weighted_sum
 from jaxformer.params import Spec, Tree
+from jaxformer.zoo.sinkhorn import balanced
 
 View = Callable[[Array, Array], Array]  # (key, images [B, H, W, C]) -> images of the same shape
 TINY = 1e-12  # the least length of a vector that is divided by its length
@@ -50,8 +51,11 @@ def mean_of_images(
     return jnp.einsum("vbk,b->k", counted, weights / total) / len(values)
 
 
-def targets(
-    scores: Float[Array, "W B K"], centre: Float[Array, " K"], temperature: float
+def centred(
+    scores: Float[Array, "W B K"],
+    centre: Float[Array, " K"],
+    weights: Float[Array, " B"],
+    temperature: float,
 ) -> Float[Array, "W B K"]:
     """softmax((s - c) / T): what the teacher says. Caron et al. 2021, section 3.1."""
     return jax.nn.softmax((scores - centre[None, None]) / temperature, axis=-1)
@@ -118,12 +122,12 @@ class SelfDistillation:
     student sees them and `small_views` others. After each step the teacher moves towards the
     student: t + (1 - momentum) (s - t); before the first step it equals the student. The centre
     moves in the same way towards the mean of the teacher's scores, so that no direction wins
-    everywhere. Reported are the entropy of the teacher's mean answer (`spread`, at most log K), and
-    how much an answer tells about its image, the spread less the mean entropy of the answers
-    (`information`, in nats). After a collapse to one direction both are 0; after a collapse to all
-    directions alike, the spread is log K, and the information is 0. Caron et al. 2021, algorithm 1
-    and section 5.3. Raises ConfigError for a model without the head `Prototypes`, and for views of
-    another shape.
+    everywhere. For batches of some dozen images `targets=zoo.balanced` is safer. Reported are the
+    entropy of the teacher's mean answer (`spread`, at most log K), and how much an answer tells
+    about its image, the spread less the mean entropy of the answers (`information`, in nats). After
+    a collapse to one direction both are 0; after a collapse to all directions alike, the spread is
+    log K, and the information is 0. Caron et al. 2021, algorithm 1 and section 5.3.
+    Raises ConfigError for a model without the head `Prototypes`, and for views of another shape.
     """
 
     view: View  # what the teacher and the student see
@@ -134,6 +138,12 @@ class SelfDistillation:
     centre_momentum: float = 0.9  # of the centre
     teacher_temperature: float = 0.04  # of the teacher's answers
     temperature: float = 0.1  # of the student's
+    targets: Callable = centred  # or `zoo.balanced`: what the teacher says, from its scores
+    # Whether parts of a batch would have another loss (`objectives.objective`). A function of your
+    # own says so by an attribute of this name.
+    whole_batch = property(
+        lambda self: self.targets is balanced or getattr(self.targets, "whole_batch", False)
+    )
 
     def __post_init__(self):
         check_numbers("objective.", self, small_views=0)
@@ -171,11 +181,11 @@ class SelfDistillation:
 
         teacher = self.teacher(params, context)
         known, _ = scores(models.evaluation(model), teacher, seen[:2])
+        weights = batch["weights"].astype(known.dtype)
         known, centre = lax.stop_gradient((known, context.params["centre"]))
-        told = targets(known, centre, self.teacher_temperature)
+        told = self.targets(known, centre, weights, self.teacher_temperature)
         answers, output = scores(model, params, seen, model_key)
         errors = between_views(told, answers, self.temperature)
-        weights = batch["weights"].astype(errors.dtype)
         sums = LossSums(weighted_sum(errors, weights), weights.sum(), unit="images")
         spread = entropy(mean_of_images(told, weights))
         information = spread - mean_of_images(entropy(told)[..., None], weights)[0]

@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import mae_digits
+from experiments import dino_digits, mae_digits
 from jaxformer import models
+from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.objectives import StepContext
-from jaxformer.zoo.dino import SelfDistillation
+from jaxformer.training import recipe
+from jaxformer.zoo.dino import SelfDistillation, centred
 from jaxformer.zoo.masked_patches import MaskedPatches
+from jaxformer.zoo.sinkhorn import balanced
 from tests.zoo.test_dino import MODEL, K, batch_of, context_of, same
 
 MAE: ModelConfig = replace(mae_digits.experiment.model, num_layers=1)
@@ -70,6 +73,31 @@ def test_parts_of_a_batch_move_the_centre_as_the_whole_does():
 
     halves = (centre(slice(0, 4)) + centre(slice(4, 8))) / 2
     np.testing.assert_allclose(halves, centre(slice(None)), atol=1e-6)  # float32
+
+
+@pytest.mark.report(
+    "facebookresearch/dinov2#583",
+    right="Scores that are large beside the temperature give finite answers.",
+)
+def test_balanced_answers_of_large_scores_are_finite():
+    scores = 10 * jax.random.normal(jax.random.key(0), (2, 8, K))  # up to 3,000 after division
+    told = balanced(scores, jnp.zeros(K), jnp.ones(8), 0.01)
+    assert np.isfinite(told).all()
+    np.testing.assert_allclose(told.sum(axis=-1), 1, rtol=1e-5)  # float32
+
+
+@pytest.mark.report(
+    "facebookresearch/dinov2#360",
+    right="Several devices balance the answers of the whole batch, as one device does.",
+    hit="accumulation and pmap balanced each part of a batch by itself",
+)
+def test_parts_of_a_batch_are_never_balanced_alone():
+    """A mesh sees the whole batch. Accumulation and pmap show parts of it, and are refused."""
+    whole, parts = (replace(dino_digits.experiment, accumulation=n) for n in (1, 2))
+    recipe.build(whole)
+    with pytest.raises(ConfigError, match=r"accumulation=2.*compares all rows"):
+        recipe.build(parts)
+    assert not SelfDistillation(same, targets=centred).whole_batch
 
 
 def noise_of(count, seed=0):

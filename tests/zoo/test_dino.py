@@ -18,10 +18,11 @@ from jaxformer.zoo.dino import (
     Prototypes,
     SelfDistillation,
     between_views,
+    centred,
     mean_of_images,
-    targets,
     unit,
 )
+from jaxformer.zoo.sinkhorn import balanced
 
 W, V, B, K = 2, 5, 3, 7
 HEAD = Prototypes(count=K, hidden=10, bottleneck=4)
@@ -73,7 +74,7 @@ def test_the_loss_is_the_mean_over_pairs_of_different_views():
     known, answers = rng.standard_normal((W, B, K)), rng.standard_normal((V, B, K))
     centre = rng.standard_normal(K)
     with jax.enable_x64(True):
-        told = targets(jnp.asarray(known), jnp.asarray(centre), 0.3)
+        told = centred(jnp.asarray(known), jnp.asarray(centre), jnp.ones(B), 0.3)
         loss = between_views(told, jnp.asarray(answers), 0.2)
     for b in range(B):
         pairs = [
@@ -85,6 +86,35 @@ def test_the_loss_is_the_mean_over_pairs_of_different_views():
         # sums of a few dozen numbers in float64
         np.testing.assert_allclose(loss[b], np.sum(pairs) / len(pairs), rtol=1e-13)
         assert len(pairs) == W * (V - 1)
+
+
+def test_balanced_answers_are_those_of_sinkhorn_and_knopp():
+    """The loop of the paper on the matrix of exp(s / T), without the image of weight 0."""
+    rng = np.random.default_rng(1)
+    known = rng.standard_normal((W, B, K))
+    known[:, 1] = np.nan
+    weights = np.array([1.0, 0.0, 2.0])
+    with jax.enable_x64(True):
+        told = balanced(jnp.asarray(known), jnp.zeros(K), jnp.asarray(weights), 0.3)
+    q = np.exp(known[:, [0, 2]] / 0.3)
+    for _ in range(3):
+        q /= (weights[[0, 2]][:, None] * q).sum(axis=(0, 1))
+        q /= q.sum(axis=2, keepdims=True)
+    # products and sums of a few dozen numbers in float64
+    np.testing.assert_allclose(told[:, [0, 2]], q, rtol=1e-12)
+    assert np.isfinite(told).all()
+    assert np.isfinite(balanced(jnp.asarray(known), jnp.zeros(K), jnp.zeros(B), 0.3)).all()
+
+
+def test_balanced_answers_use_all_directions_alike():
+    rng = np.random.default_rng(2)
+    known = rng.standard_normal((2, 64, K)) / 10
+    known[..., 0] += 1  # one direction is ahead everywhere
+    told = balanced(jnp.asarray(known), jnp.zeros(K), jnp.ones(64), 0.1)
+    used = told.mean(axis=(0, 1))
+    np.testing.assert_allclose(used, 1 / K, rtol=0.1)  # after three rounds
+    wins = centred(jnp.asarray(known), jnp.zeros(K), jnp.ones(64), 0.1).mean(axis=(0, 1))
+    assert wins[0] > 0.9
 
 
 @pytest.mark.thorough
@@ -127,7 +157,7 @@ def test_the_objective_is_its_parts():
         return jnp.stack([models.apply(MODEL, tree, view).heads["prototypes"] for view in seen])
 
     known = scores(context.params["teacher"], views[:2])
-    told = targets(known, context.params["centre"], OBJECTIVE.teacher_temperature)
+    told = centred(known, context.params["centre"], batch["weights"], OBJECTIVE.teacher_temperature)
     loss = between_views(told, scores(params, views), OBJECTIVE.temperature).sum()
     # float32; views are computed one by one here, together there
     np.testing.assert_allclose(sums.loss, loss, rtol=1e-5)
@@ -173,11 +203,12 @@ def test_the_teacher_has_no_gradient_and_no_dropout():
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("targets", [centred, balanced])
 @pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_an_image_without_weight_may_be_anything(weight):
+def test_an_image_without_weight_may_be_anything(weight, targets):
     """It counts neither in the loss, nor in the centre, nor in the spread."""
     params, batch = models.init(MODEL, jax.random.key(0)), batch_of()
-    objective = SelfDistillation(same)
+    objective = SelfDistillation(same, targets=targets)
     context = context_of(params, objective)
     damaged = {
         "images": batch["images"].at[1].set(jnp.nan),
