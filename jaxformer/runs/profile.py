@@ -1,4 +1,4 @@
-"""A profile of some steps of a run: a trace that TensorBoard and Perfetto show."""
+"""A profile of some steps of a run: a trace that TensorBoard and Perfetto show, and a table."""
 
 import contextlib
 import tempfile
@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxformer.runs import profile_table
+from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.reporter import Console
 from jaxformer.runs.run_folder import RunFolder
 
@@ -43,3 +45,6 @@ class Profile(contextlib.ExitStack):
             jax.block_until_ready(state)
             self.close()
             self.console.say(f"profile of steps {self.first} to {step}: {self.folder}")
+            table = BestEffort(profile_table.read)(self.folder, step + 1 - self.first)
+            for line in table or []:
+                self.console.say(line)

@@ -168,7 +168,7 @@ class Experiment:
     checkpoints: Checkpoints = execution(Checkpoints())  # when to save, and which ones to keep
     sample: Sample = execution(Sample())  # text to continue at the end
     # traces steps 10 to 15 into the run's folder, or into a local temporary folder if that is in a
-    # bucket
+    # bucket, and prints where their time went (docs/profile.md)
     profile: bool = execution(False)
     # root mean squares by layer that each logged step reports (training.rms)
     rms: tuple[Literal["activation", "gradient", "update"], ...] = execution(())

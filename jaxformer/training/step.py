@@ -179,6 +179,7 @@ def is_spike(spikes: Spikes | None, recent: Array | None, values: Array) -> Arra
     return jnp.any((deviation > 0) & (values > mean + spikes.deviations * deviation))
 
 
+@jax.named_scope("optimizer")
 def conditional_update(
     changes: Array,
     recipe: Recipe,
