@@ -200,7 +200,8 @@ def check_python(line):
             if flag == "--grid" and not OPEN.search(" ".join([value, *names])):
                 read_trials(names[0], value, [])
         elif not OPEN.search(word):
-            dotted.append(f"{flag}={value}")
+            is_bare = not value or value.startswith("--")  # such as --profile
+            dotted.append(flag if is_bare else f"{flag}={value}")
     known = [
         name
         for name in names
