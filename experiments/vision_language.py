@@ -50,6 +50,13 @@ PLACE = "which digit is at the {} {} ?"
 LINES, COLUMNS = ("top", "middle", "bottom"), ("left", "centre", "right")
 ALL = "which digits are there ?"  # line by line
 KINDS = (COUNT, COLOUR, SHAPE, DIGIT, PLACE, ALL)
+KIND_WORDS = {
+    "count": "many",
+    "place": "at",
+    "colour": "colour",
+    "shape": "shape",
+    "digits": "digits",
+}  # other questions are about a digit beside a shape
 IMAGE, END = "<image>", "</s>"
 TEXTS = [
     *KINDS,
@@ -248,12 +255,9 @@ class Answers:
 
 
 def kind_of(text: str) -> str:
-    """The kind of a question: count, colour, shape, digits, place, or beside."""
+    """The kind of a question, by a word that only this kind has."""
     words = text.split()
-    for kind, word in {"count": "many", "place": "at"}.items():
-        if word in words:
-            return kind
-    return next((kind for kind in ("colour", "shape", "digits") if kind in words), "beside")
+    return next((kind for kind, word in KIND_WORDS.items() if word in words), "beside")
 
 
 def picture(asked: list[Question], texts: list[str], found: list[str]) -> Any:

@@ -177,16 +177,12 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="of each stage's steps")
     parser.add_argument("--out", default="long_documents.png")
     options = parser.parse_args()
-    results = {}
+    results = {name: study(name, options.share) for name in MODELS}
     head = "".join(f"{length:>8,}" for length in LENGTHS)
     print(f"{'right answers at':<18}{head}   GFLOP      MB       s")
-    for name in MODELS:
-        accuracies, price = results[name] = study(name, options.share)
+    for name, (accuracies, price) in results.items():
         cells = "".join(f"{accuracy:>8.1%}" for accuracy in accuracies)
-        print(
-            f"{name:<18}{cells}{price.gflops:>8.2f}{price.megabytes:>8.0f}{price.seconds:>8.2f}",
-            flush=True,
-        )
+        print(f"{name:<18}{cells}{price.gflops:>8.2f}{price.megabytes:>8.0f}{price.seconds:>8.2f}")
     print(f"figure: {figures.save(lambda: draw_figure(results), options.out)}")
 
 

@@ -45,6 +45,6 @@ class Profile(contextlib.ExitStack):
             jax.block_until_ready(state)
             self.close()
             self.console.say(f"profile of steps {self.first} to {step}: {self.folder}")
-            table = BestEffort(profile_table.read)(self.folder, step + 1 - self.first)
+            table = BestEffort(profile_table.read_profile)(self.folder, step + 1 - self.first)
             for line in table or []:
                 self.console.say(line)

@@ -88,6 +88,12 @@ def direction_of(source: Source) -> str:
 
 def instructions_of(trace: str) -> list[Ran]:
     """What ran on the first device, in a file of the profiler (`*.xplane.pb`)."""
+    # JAX's reader gives a warning on new Pythons. As an error it would end the process.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return _read_trace(trace)
+
+
+def _read_trace(trace: str) -> list[Ran]:
     # the planes, lines and events are views of this object, which has to stay
     profile = jax.profiler.ProfileData.from_file(trace)
     names = [plane.name for plane in profile.planes]
@@ -161,27 +167,23 @@ def table_of(ran: list[Ran], sources: dict[tuple[str, str], Source], steps: int)
 
 def lines_of(table: Table) -> list[str]:
     """The table as text, the slowest part first."""
+    nothing = dict.fromkeys(DIRECTIONS, 0.0)
+    rows = [(name, sum(times.values()), times) for name, times in table.parts.items()]
+    rows.sort(key=lambda row: -row[1])
+    rows += [("idle", table.idle, nothing), ("the step", table.step, nothing)]
+    lines = [f"{'ms of a step':<32}" + "".join(f"{name:>10}" for name in DIRECTIONS)]
+    for name, time, times in rows:
+        cells = [f"{times[each]:>10.2f}" if times[each] else " " * 10 for each in DIRECTIONS]
+        line = f"{name:<16}{time:>9.2f}{time / table.step:>7.0%}" + "".join(cells)
+        lines.append(line.rstrip())
+    return lines
 
-    def line(name: str, time: float, rest: Iterable[str] = ("",) * 3) -> str:
-        share = f"{time / table.step:.0%}"
-        return f"{name:<16}{time:>9.2f}{share:>7}" + "".join(f"{cell:>10}" for cell in rest)
 
-    lines = [f"{'ms of a step':<16}{'':>9}{'':>7}" + "".join(f"{name:>10}" for name in DIRECTIONS)]
-    by_time = sorted(table.parts.items(), key=lambda item: -sum(item[1].values()))
-    for name, times in by_time:
-        cells = [f"{times[direction]:.2f}" if times[direction] else "" for direction in DIRECTIONS]
-        lines.append(line(name, sum(times.values()), cells))
-    return [*lines, line("idle", table.idle), line("the step", table.step)]
-
-
-def read(folder: str, steps: int) -> list[str]:
+def read_profile(folder: str, steps: int) -> list[str]:
     """The table of the newest trace in the folder; no line for a trace without instructions."""
     traces = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not traces:
         return []
     sources = sources_of(jax.local_devices()[0].client.live_executables())
-    # JAX's reader gives a warning on new Pythons. As an error it would end the process.
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        ran = instructions_of(str(traces[-1]))
-    table = table_of(ran, sources, steps)
+    table = table_of(instructions_of(str(traces[-1])), sources, steps)
     return lines_of(table) if table.step else []

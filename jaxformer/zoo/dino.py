@@ -138,7 +138,9 @@ class SelfDistillation:
     centre_momentum: float = 0.9  # of the centre
     teacher_temperature: float = 0.04  # of the teacher's answers
     temperature: float = 0.1  # of the student's
-    targets: Callable = centred  # or `zoo.balanced`: what the teacher says, from its scores
+    # what the teacher says, `centred` or `zoo.balanced`:
+    # (scores [W, B, K], centre [K], weights [B], temperature) -> [W, B, K]
+    targets: Callable = centred
     # Whether parts of a batch would have another loss (`objectives.objective`). A function of your
     # own says so by an attribute of this name.
     whole_batch = property(

@@ -13,7 +13,7 @@ from jaxformer.runs.profile_table import (
     direction_of,
     lines_of,
     part_of,
-    read,
+    read_profile,
     shared_time,
     sources_of,
     table_of,
@@ -112,7 +112,7 @@ def test_a_trace_is_read(tmp_path):
         if name == "jit_gradient"
     }
     assert {"attention", "feed-forward", "norms", "embedding", "head and loss"} <= found
-    lines = read(str(tmp_path), steps=1)
+    lines = read_profile(str(tmp_path), steps=1)
     assert lines[0].split() == ["ms", "of", "a", "step", "forward", "again", "backward"]
     assert {"attention", "feed-forward", "norms"} <= {line.split()[0] for line in lines}
-    assert read(str(tmp_path / "nothing"), steps=1) == []
+    assert read_profile(str(tmp_path / "nothing"), steps=1) == []
