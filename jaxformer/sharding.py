@@ -188,7 +188,11 @@ def all_gather_weights(params: Tree, spec: Callable[[], Tree], dtype) -> Tree:
     gathered = partition_specs(declared, mesh, PARAMETERS | {"embed": ()})
 
     def gather(spec, leaf, gathered, split):
-        if "expert" in spec.axes or not isinstance(leaf, Array):  # weights in 8 bits stay split
+        if "expert" in spec.axes:
+            return leaf
+        if hasattr(leaf, "map_values"):  # for products in 8-bit floats
+            return leaf.map_values(partial(all_gather_weight, dtype, gathered, split))
+        if not isinstance(leaf, Array):  # the weights of decoding in 8 bits stay split
             return leaf
         return all_gather_weight(dtype if spec.contracts else leaf.dtype, gathered, split, leaf)
 

@@ -5,8 +5,9 @@
     tokens EXPERIMENT [--key.path=value ...]
         only encodes the experiment's texts; several hosts that see one cache (--data.cache=DIR)
         divide the work
-    evaluate RUN [--step N] [--average N] [--int8] [--mesh.tensor=N ...]
-        scores a run's checkpoint, or the mean of its last N, on its validation split
+    evaluate RUN [--step N] [--average N] [--int8 | --stored NF4()] [--mesh.tensor=N ...]
+        scores a run's checkpoint, or the mean of its last N, on its validation split; also with
+        weights in 8 bits, or in blocks of 4 bits
     evaluate RUN --replay [--mesh.tensor=N ...]
         computes the bad step that ended a run again
     generate RUN --prompt TEXT | --prompts FILE.jsonl --out FILE.jsonl [--tokens N]

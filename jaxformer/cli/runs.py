@@ -26,6 +26,9 @@ def evaluate(argv: list[str]) -> int:
     exclusive = parser.add_mutually_exclusive_group()
     exclusive.add_argument("--int8", action="store_true", help="also with weights in 8 bits")
     exclusive.add_argument(
+        "--stored", metavar="FORM", help="also with weights in NF4(), Int4() or Int8() blocks"
+    )
+    exclusive.add_argument(
         "--replay", action="store_true", help="the bad step that ended the run, computed again"
     )
     options, overrides = parser.parse_known_args(argv)
@@ -38,9 +41,26 @@ def evaluate(argv: list[str]) -> int:
 
     from jaxformer.runs import reproduction
 
-    scores = reproduction.replay(run) if options.replay else run.evaluate(options.int8)
+    if options.replay:
+        scores = reproduction.replay(run)
+    else:
+        scores = run.evaluate(options.int8, form_of(options.stored))
     print(config.to_json({"run": str(run.folder.path), **scores}))
     return 0
+
+
+def form_of(text: str | None) -> Any:
+    """The format of blocks that `--stored` names. Raises ConfigError for anything else."""
+    from jaxformer.ops import quantised
+
+    if text is None:
+        return None
+    names = {name: getattr(quantised, name) for name in ("NF4", "Int4", "Int8")}
+    form = config.expressions.evaluate(text, names)
+    form = form() if form in names.values() else form
+    if not hasattr(form, "levels"):
+        raise ConfigError(f"evaluate: --stored {text}: expected NF4(), Int4() or Int8()")
+    return form
 
 
 def generate(argv: list[str]) -> int:
@@ -236,7 +256,7 @@ def run_harness(argv: list[str]) -> int:
     with run.on_mesh():
         model = models.evaluation(run.experiment.model)
         lm = harness.model(
-            model, run.params, run.tokenizer, end=end, precision=run.experiment.precision
+            model, run.params, run.tokenizer, end=end, precision=run.experiment.activation_dtype
         )
         results, table = harness.evaluate(
             lm, options.tasks.split(","), options.include, options.limit

@@ -12,4 +12,11 @@ from jaxformer.decoding.generate import generate, stream
 from jaxformer.decoding.sampling import Sampling
 from jaxformer.decoding.search import Hypothesis, Score, score, search
 from jaxformer.decoding.speculative import Draft, HiddenDraft, Lookup, Speculation, speculate
-from jaxformer.decoding.steps import decode_step, prefill, prepare, quantize, round_to_int8
+from jaxformer.decoding.steps import (
+    decode_step,
+    prefill,
+    prepare,
+    quantize,
+    round_to_blocks,
+    round_to_int8,
+)

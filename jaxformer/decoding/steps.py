@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,14 @@ from jaxformer import models
 from jaxformer.decoding.cache import Cache
 from jaxformer.models import Embedding, EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.stacks import layout
-from jaxformer.ops.stored_weight import StoredWeight, int8_weight, to_int8
+from jaxformer.ops.quantised import dequantise, quantise
+from jaxformer.ops.stored_weight import (
+    BlockWeight,
+    StoredWeight,
+    block_weight,
+    int8_weight,
+    to_int8,
+)
 from jaxformer.params import Spec, Tree, map_with_name, paths
 from jaxformer.sharding import is_split
 
@@ -43,17 +51,44 @@ def prepare_params(
     return _prepare(config, store, dtype, params)
 
 
-def quantize(config: ModelConfig | EncoderDecoder, params: Tree) -> Tree:
+def quantize(config: ModelConfig | EncoderDecoder, params: Tree, form: Any = None) -> Tree:
     """The parameters of `prepare`, with matrices in int8 and a scale max |w| / 127 for each output.
 
-    `ops.einsum` multiplies by these matrices; other functions refuse them. Routed experts keep
-    their precision, and so does a table of tokens that is not the head's.
+    With a `form`, such as `ops.quantised.NF4()` or `Int4()`, they are in its blocks instead: 4.5
+    bits a number. `ops.einsum` multiplies by these matrices; other functions refuse them. Routed
+    experts keep their precision, and so does a table of tokens that is not the head's.
     """
-    return _prepare(config, _in_int8, models.last_stack(config).tie_embeddings, params)
+    tied = models.last_stack(config).tie_embeddings
+    if form is None:
+        return _prepare(config, _in_int8, tied, params)
+    return _prepare(config, _in_blocks, (tied, form), params)
 
 
 def round_to_int8(spec: Tree, params: Tree) -> Tree:
     """Plain parameters with matrices rounded as by `quantize`, to measure the loss of quality."""
+
+    def rounded(leaf: Array, axes: tuple[int, ...]) -> Array:
+        values, scale = to_int8(leaf, axes)
+        return values * scale
+
+    return _round(rounded, spec, params)
+
+
+def round_to_blocks(form: Any, spec: Tree, params: Tree) -> Tree:
+    """Plain parameters with matrices rounded as by `quantize` with this form."""
+
+    def rounded(leaf: Array, axes: tuple[int, ...]) -> Array:
+        order = (*(i for i in range(leaf.ndim) if i not in axes), *axes)
+        stored = leaf.transpose(order)
+        lines = stored.reshape(*stored.shape[: leaf.ndim - len(axes)], -1)
+        lines = dequantise(*quantise(lines, form), form, lines.shape[-1])
+        return lines.reshape(stored.shape).transpose(np.argsort(order).tolist())
+
+    return _round(rounded, spec, params)
+
+
+def _round(function: Callable, spec: Tree, params: Tree) -> Tree:
+    """function(leaf, the axes that products sum over) for each matrix that `quantize` stores."""
     tied = not any(_is_table(leaf) and leaf.contracts for leaf in jax.tree.leaves(spec))
 
     def rounded(spec: Spec, leaf: Array) -> Array:
@@ -61,8 +96,7 @@ def round_to_int8(spec: Tree, params: Tree) -> Tree:
         if not summed or "expert" in spec.axes:
             return leaf
         axes = tuple(i for i, axis in enumerate(spec.axes) if axis in summed)
-        values, scale = to_int8(leaf, axes)
-        return (values * scale).astype(leaf.dtype)
+        return function(leaf, axes).astype(leaf.dtype)
 
     return _map_declared(rounded, spec, params)
 
@@ -133,6 +167,15 @@ def _in_int8(tied: bool, spec: Spec, leaf: Array) -> Array | StoredWeight:
     if not spec.contracts or "expert" in spec.axes:
         return leaf
     return int8_weight(leaf, _order(spec), len(spec.contracts))
+
+
+def _in_blocks(option, spec: Spec, leaf: Array) -> Array | BlockWeight:
+    tied, form = option
+    if _is_table(spec) and (tied or spec.contracts):
+        return block_weight(leaf, (0, 1), 1, form)
+    if not spec.contracts or "expert" in spec.axes:
+        return leaf
+    return block_weight(leaf, _order(spec), len(spec.contracts), form)
 
 
 def _order(spec: Spec) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from jaxformer.models.norm import norm, norm_spec
 from jaxformer.models.patches import patch_embedder, patches as patches
 from jaxformer.models.position_table import table_of
 from jaxformer.ops.positions import learned
-from jaxformer.ops.stored_weight import StoredWeight
+from jaxformer.ops.stored_weight import BlockWeight, StoredWeight
 from jaxformer.params import Spec, Tree
 from jaxformer.sharding import mesh_axes, with_logical_constraint
 
@@ -122,7 +122,9 @@ def check_tokens(tokens: Array) -> int:
 
 
 def look_up(
-    table: Float[Array, "V D"] | StoredWeight, tokens: Int[Array, "B T"], dtype=jnp.float32
+    table: Float[Array, "V D"] | StoredWeight | BlockWeight,
+    tokens: Int[Array, "B T"],
+    dtype=jnp.float32,
 ) -> Float[Array, "B T D"]:
     """table[tokens]: each token's row of the table. Rows of a stored weight get the `dtype`.
 
@@ -130,7 +132,7 @@ def look_up(
     devices then exchange these parts. The exchange moves activations. To gather the table, and to
     sum its gradient, would move V D numbers each.
     """
-    if isinstance(table, StoredWeight):
+    if isinstance(table, StoredWeight | BlockWeight):
         return table.look_up(tokens, dtype)
     batch_axes = mesh_axes("batch", tokens.shape[0])
     length_axes = mesh_axes("length", tokens.shape[1])

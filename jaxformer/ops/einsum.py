@@ -2,13 +2,12 @@
 
 Operands may have a low precision. Their product is summed in float32, and so are its gradients.
 What XLA:CPU needs stands in `cpu.py`, what a mesh needs of a gradient in `scattered_gradient.py`,
-and the weights of decoding in `stored_weight.py`.
+the weights of decoding in `stored_weight.py`, and products in 8-bit floats in `float8.py`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +17,20 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from jaxformer.ops import cpu
-from jaxformer.ops.scattered_gradient import scattered_axes, scattered_gradient
-from jaxformer.ops.stored_weight import StoredWeight, stored_product
+from jaxformer.ops.einsum_gradients import einsum_gradients
+from jaxformer.ops.float8 import Float8Weight, float8_product
+from jaxformer.ops.scattered_gradient import scattered_axes
+from jaxformer.ops.stored_weight import BlockWeight, StoredWeight, stored_product
 from jaxformer.sharding import alike, auto_axes
 
 PRODUCT = "product"  # the name, for `jax.checkpoint_policies`, of a product with a weight
-Weight = Float[Array, "..."] | StoredWeight
+Weight = Float[Array, "..."] | StoredWeight | BlockWeight | Float8Weight
 
 
 def _result_spec(_, spec: str, x: Array, w: Array, *args, **kwargs) -> P:
     """An axis of the result is split as it is in x, or else in w; each mesh axis is used once."""
     x_axes, w_axes, out = cpu.axes_of(spec)
+    w = w.values if isinstance(w, Float8Weight) else w
     split = dict(zip(w_axes, jax.typeof(w).sharding.spec, strict=True))
     for axis, entry in zip(x_axes, jax.typeof(x).sharding.spec, strict=True):
         if entry:
@@ -60,13 +62,17 @@ def einsum(
     """
     dtype = dtype or x.dtype
     narrow = jnp.dtype(operand_dtype or x.dtype)
-    if isinstance(w, StoredWeight):
+    if isinstance(w, StoredWeight | BlockWeight):
         return stored_product(spec, x.astype(narrow), w).astype(dtype)
-    if narrow.itemsize > 4 and not scattered_axes(spec, x, w):
+    multiply = _product
+    if isinstance(w, Float8Weight):
+        multiply = float8_product
+        w = w.values
+    if multiply is _product and narrow.itemsize > 4 and not scattered_axes(spec, x, w):
         y = jnp.einsum(spec, x.astype(narrow), w.astype(narrow)).astype(dtype)
     else:
         with reverse_mode_alone("einsum"):
-            y = _product(spec, narrow, dtype, (x.dtype, w.dtype), *alike(x, w))
+            y = multiply(spec, narrow, dtype, (x.dtype, w.dtype), *alike(x, w))
     x_axes, w_axes, out = cpu.axes_of(spec)
     has_batch = any(axis in x_axes and axis in w_axes for axis in out)
     # A policy of `jax.checkpoint` that keeps the product by this name keeps it in `dtype`, not as
@@ -91,33 +97,6 @@ def _forward(spec, narrow, dtype, dtypes, x, w):
 def _backward(spec, narrow, dtype, dtypes, residuals, g):
     x, w = residuals
     return einsum_gradients(spec, x, w, g, dtypes)
-
-
-def einsum_gradients(
-    spec: str,
-    x: Float[Array, "..."],
-    w: Float[Array, "..."],
-    g: Float[Array, "..."],
-    dtypes: tuple[Any, Any],
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The gradients of x and w from the cotangent g of `einsum(spec, x, w)`, in these `dtypes`.
-
-    x and w have the same dtype.
-    """
-    x_axes, w_axes, out = cpu.axes_of(spec)
-    g = g.astype(x.dtype)
-    batch = "".join(axis for axis in out if axis in x_axes and axis in w_axes)
-    # g may be the transpose of a product whose batch axes came first. Folded together, they have no
-    # kernel on XLA:CPU.
-    unfolded_g = g if out.startswith(batch) else cpu.barrier(g)
-    dx = cpu.dot(f"{out},{w_axes}->{x_axes}", unfolded_g, w)
-    x_dtype, w_dtype = dtypes
-    axes = scattered_axes(spec, x, w)
-    if axes:
-        dw = scattered_gradient(spec, axes, w_dtype, x, g)
-    else:
-        dw = cpu.weight_gradient(f"{x_axes},{out}->{w_axes}", x, g)
-    return dx.astype(x_dtype), dw.astype(w_dtype)
 
 
 _product.defvjp(_forward, _backward)

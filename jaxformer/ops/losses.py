@@ -17,7 +17,8 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Integer
 
-from jaxformer.ops.einsum import add_bias, einsum, einsum_gradients, in_float32, reverse_mode_alone
+from jaxformer.ops.einsum import add_bias, einsum, in_float32, reverse_mode_alone
+from jaxformer.ops.einsum_gradients import einsum_gradients
 from jaxformer.sharding import (
     all_gather_weight,
     auto_axes,

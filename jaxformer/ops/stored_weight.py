@@ -1,6 +1,6 @@
-"""Weights as decoding reads them: transposed for the product, or in 8 bits.
+"""Weights as decoding reads them: transposed for the product, in 8 bits, or in blocks of 4 bits.
 
-8-bit weights have a scale for each output channel.
+8-bit weights have a scale for each output channel, blocks have a scale each (`ops.quantised`).
 """
 
 import math
@@ -13,6 +13,7 @@ from jax import Array
 from jaxtyping import Float, Int, Int8
 
 from jaxformer.ops import cpu
+from jaxformer.ops.quantised import dequantise, quantise
 
 # For at most this many rows of x, XLA:CPU is faster with int8 operands than with a weight that it
 # first converts to float32.
@@ -43,6 +44,49 @@ class StoredWeight:
         return embeddings * jnp.take(self.scale, index)[..., None].astype(dtype)
 
 
+@struct.dataclass
+class BlockWeight:
+    """A weight in blocks of few bits: `codes` and `scales` are its `transpose(order)`, quantised.
+
+    Blocks run along the axes that products sum over, so that each output has blocks of its own.
+    """
+
+    codes: Any  # [outputs, blocks, bytes]
+    scales: Any  # [outputs, blocks]
+    form: Any = struct.field(pytree_node=False)  # such as ops.quantised.NF4()
+    order: tuple[int, ...] = struct.field(pytree_node=False)
+    stored_shape: tuple[int, ...] = struct.field(pytree_node=False)  # of `transpose(order)`
+
+    ndim = property(lambda self: len(self.order))
+
+    def wide(self, dtype) -> StoredWeight:
+        """The same weight in `dtype`."""
+        inputs = math.prod(self.stored_shape) // len(self.scales)
+        values = dequantise(self.codes, self.scales, self.form, inputs)
+        return StoredWeight(values.astype(dtype).reshape(self.stored_shape), self.order)
+
+    def look_up(self, index: Int[Array, "..."], dtype) -> Float[Array, "... D"]:
+        """table[index], if the weight is a table `[V, D]`; NaN for an index outside of it."""
+        # jnp.take would count negative indices from the end
+        index = jnp.where(index < 0, len(self.scales), index)
+        codes = jnp.take(self.codes, index, axis=0)
+        scales = jnp.take(self.scales, index, axis=0)  # NaN outside
+        return dequantise(codes, scales, self.form, self.stored_shape[1]).astype(dtype)
+
+
+def block_weight(
+    w: Float[Array, "..."], order: tuple[int, ...], summed: int, form: Any
+) -> BlockWeight:
+    """w in blocks of a format of `ops.quantised`.
+
+    Products sum over the last `summed` axes of `order`.
+    """
+    stored = w.transpose(order)
+    outputs = math.prod(stored.shape[: w.ndim - summed])
+    codes, scales = quantise(stored.reshape(outputs, -1), form)
+    return BlockWeight(codes, scales, form, order, stored.shape)
+
+
 def to_int8(
     x: Float[Array, "..."], axes: tuple[int, ...]
 ) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
@@ -65,8 +109,10 @@ def int8_weight(w: Float[Array, "..."], order: tuple[int, ...], summed: int) -> 
     return StoredWeight(values, order, scale.squeeze(axes))
 
 
-def stored_product(spec: str, x: Array, w: StoredWeight) -> Array:
+def stored_product(spec: str, x: Array, w: StoredWeight | BlockWeight) -> Array:
     """x times a stored weight. If x has few rows, this takes the time of reading the weight."""
+    if isinstance(w, BlockWeight):
+        w = w.wide(x.dtype)
     x_axes, w_axes, out = cpu.axes_of(spec)
     summed = [axis for axis in w_axes if axis not in out]
     values_axes = [w_axes[i] for i in w.order]

@@ -36,6 +36,7 @@ def check(
     Nothing has been written yet.
     """
     check_initial(experiment, recipe)
+    check_precision(experiment.precision, jax.devices()[0])
     check_axes(recipe.spec, folder)
     check_mesh(experiment, recipe, mesh)
     dataset = open_data(experiment)
@@ -77,6 +78,29 @@ def check_mesh(experiment: Experiment, recipe: Recipe, mesh: jax.sharding.Mesh |
             " try --mesh.data=-1"
         )
         raise ConfigError(f"mesh={experiment.mesh}: {needed}")
+
+
+def check_precision(precision: str, device: Any) -> None:
+    """Raises ConfigError for float8 on a chip without products of 8-bit floats.
+
+    A CPU computes the same numbers in bfloat16, slowly; this is logged.
+    """
+    if precision != "float8":
+        return
+    if device.platform == "cpu":
+        log.info("precision=float8 on a CPU: products of rounded numbers in bfloat16, not faster")
+        return
+    if device.platform == "tpu":
+        has_kernel = device.device_kind in ("TPU7x",)
+    else:
+        capability = getattr(device, "compute_capability", None) or "0.0"
+        has_kernel = tuple(map(int, str(capability).split("."))) >= (8, 9)
+    if not has_kernel:
+        raise ConfigError(
+            f"precision=float8: {device.device_kind} has no products of 8-bit floats; "
+            "NVIDIA has them from compute capability 8.9 (L4, H100), TPUs from TPU7x; "
+            "expected precision=bfloat16"
+        )
 
 
 def check_axes(spec: Tree, folder: RunFolder) -> None:

@@ -91,7 +91,7 @@ def sample_text(experiment: Experiment, params: Any, dataset: Any) -> str:
         sample.tokens,
         sample.sampling,
         seed=experiment.seed,
-        precision=experiment.precision,
+        precision=experiment.activation_dtype,
         stop_tokens=ends_of(experiment.data, tokenizer),
     )
     text = best_text(texts)

@@ -20,7 +20,7 @@ from jaxformer.config import storage
 from jaxformer.data import batching, chat, tokenizers
 from jaxformer.data.chat_template import Messages
 from jaxformer.data.sources import Question
-from jaxformer.decoding import Beams, Sampling, round_to_int8, stream
+from jaxformer.decoding import Beams, Sampling, round_to_blocks, round_to_int8, stream
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import (
     answers,
@@ -171,10 +171,11 @@ class Run:
             return None
         return tokenizers.load(self.folder.tokenizer, self.folder.path)
 
-    def evaluate(self, int8: bool = False) -> dict[str, Any]:
+    def evaluate(self, int8: bool = False, stored: Any = None) -> dict[str, Any]:
         """Scores on the validation split.
 
-        With `int8` also the scores of weights rounded to 8 bits (`decoding.quantize`).
+        With `int8` also the scores of weights rounded to 8 bits, and with a format such as
+        `ops.quantised.NF4()` those of weights in its blocks (`decoding.quantize`).
         """
         dataset = batching.open_dataset(self.experiment.data, self.experiment.model)
         with self.on_mesh():
@@ -188,11 +189,15 @@ class Run:
         with self.on_mesh():
             trained = self._made(self.recipe.parts.merged)
             scores = {"step": step, **score(trained, final=True)}
-            if int8:
-                rounded = score(jax.jit(partial(round_to_int8, recipe.spec))(trained), whole=True)
-                known = ("examples", "scored", "unit", scores["unit"])
+            known = ("examples", "scored", "unit", scores["unit"])
+            rounding = {"int8": round_to_int8} if int8 else {}
+            if stored is not None:
+                rounding[type(stored).__name__.lower()] = partial(round_to_blocks, stored)
+            for kind, function in rounding.items():
+                rounded = jax.jit(partial(function, recipe.spec))(trained)
+                found = score(rounded, whole=True)
                 scores |= {
-                    f"int8_{name}": value for name, value in rounded.items() if name not in known
+                    f"{kind}_{name}": value for name, value in found.items() if name not in known
                 }
             return scores
 
@@ -281,7 +286,7 @@ class Run:
                 key=random_key(seed),
                 stop=stop_strings(decode, stop),
                 stop_tokens=self._ends(),
-                dtype=jax.numpy.dtype(self.experiment.precision),
+                dtype=jax.numpy.dtype(self.experiment.activation_dtype),
             ):
                 new += piece
                 text = before_stop(continuation(decode, tokens, new), stop)
@@ -320,7 +325,7 @@ class Run:
                 sample.tokens,
                 sample.sampling,
                 seed=seed,
-                precision=self.experiment.precision,
+                precision=self.experiment.activation_dtype,
                 stop=stop,
                 stop_tokens=self._ends(),
                 filters=filters,

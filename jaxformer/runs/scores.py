@@ -88,7 +88,7 @@ def evaluator(
             recipe.weights(trained),
             dataset,
             partial(batches, examples, experiment.batch_size // experiment.accumulation),
-            experiment.precision,
+            experiment.activation_dtype,
             experiment.seed,
             folder,
             step,

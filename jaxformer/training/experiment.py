@@ -136,8 +136,9 @@ class Experiment:
     # micro-batches a step; the gradient is that of the whole batch, but experts with a capacity
     # apply it to each micro-batch
     accumulation: int = 1
-    # dtype of activations; parameters are float32
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    # dtype of activations; parameters are float32. float8: activations are bfloat16, and the
+    # products with weights of layers are in 8 bits (ops.float8), in training only
+    precision: Literal["float32", "bfloat16", "float16", "float8"] = "float32"
     # dtype in which devices of mesh.fsdp sum the gradients of weights; bfloat16 (with
     # precision=bfloat16) moves half as many bytes
     gradient_sums: Literal["float32", "bfloat16"] = "float32"
@@ -175,6 +176,11 @@ class Experiment:
     # loggers that write beside metrics.jsonl
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = execution(())
 
+    @property
+    def activation_dtype(self) -> str:
+        """The dtype of activations, by its name."""
+        return "bfloat16" if self.precision == "float8" else self.precision
+
     def __post_init__(self):
         check_references(self.references)
         # the schedules check their warm-up themselves: 1e3, a float, is 1000 steps
@@ -205,9 +211,10 @@ class Experiment:
                 "for one of optax: lambda experiment: ..."
             )
         check_pattern("frozen", self.frozen)
-        if self.gradient_sums == "bfloat16" != self.precision:
+        if self.gradient_sums == "bfloat16" != self.activation_dtype:
             raise ConfigError(
-                f"gradient_sums=bfloat16: needs --precision=bfloat16, not {self.precision}"
+                "gradient_sums=bfloat16: needs --precision=bfloat16 or float8, "
+                f"not {self.precision}"
             )
         if self.batch_size % self.accumulation:
             raise ConfigError(

@@ -23,6 +23,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.models.config import EncoderDecoder, Patches
 from jaxformer.models.stacks.pipeline import Pipeline
 from jaxformer.objectives.objective import Batch, StepContext
+from jaxformer.ops.float8 import with_float8_weights
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.params import Tree
@@ -92,7 +93,7 @@ def build(experiment: Any) -> Recipe:
     """The recipe of an experiment. Raises ConfigError if its parts do not fit each other."""
     mesh = experiment.mesh
     model = pipelined(experiment.model, mesh)
-    dtype = jnp.dtype(experiment.precision)
+    dtype = jnp.dtype(experiment.activation_dtype)
     in_parts = experiment.accumulation > 1 or (mesh.backend == "pmap" and mesh.data != 1)
     if in_parts and getattr(experiment.objective, "whole_batch", False):
         settings = f"accumulation={experiment.accumulation}, mesh.backend={mesh.backend}"
@@ -112,6 +113,12 @@ def build(experiment: Any) -> Recipe:
     if experiment.after_update is not None:
         check_after_update(experiment, spec)
 
+    def multiplied(weights: Tree) -> Tree:
+        """The model's parameters as the products of a training step read them."""
+        if experiment.precision != "float8":
+            return weights
+        return with_float8_weights(models.spec(model), weights)
+
     objective = with_context(experiment.objective)
     reporting = rms.with_rms(model) if "activation" in experiment.rms else model
 
@@ -120,7 +127,8 @@ def build(experiment: Any) -> Recipe:
     ) -> LossSums:
         trained = optimizers.freeze(trained, spec, frozen)
         context = parts.context(trained, key, dtype, step, references)
-        sums = checked(objective(reporting, parts.weights(trained), batch, context))
+        weights = multiplied(parts.weights(trained))
+        sums = checked(objective(reporting, weights, batch, context))
         return replace(sums, updates=parts.updates(sums.updates))
 
     scored = models.evaluation(model)

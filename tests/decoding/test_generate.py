@@ -28,6 +28,8 @@ from jaxformer.models import (
     blocks,
 )
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
+from jaxformer.ops.quantised import NF4, Int4, Int8
+from jaxformer.ops.stored_weight import BlockWeight
 
 V = 19
 GPT = ModelConfig(
@@ -236,7 +238,9 @@ def test_parameters_of_more_heads_are_those_of_the_model_and_others_are_refused(
     for make in (
         decoding.prepare,
         decoding.quantize,
+        lambda config, w: decoding.quantize(config, w, NF4(8)),
         lambda config, w: decoding.round_to_int8(models.spec(config), w),
+        lambda config, w: decoding.round_to_blocks(NF4(8), models.spec(config), w),
     ):
         tree, own = (jax.eval_shape(partial(make, one), shapes) for one in (config, both))
         assert tree["heads"]["classification"] == shapes["heads"]["classification"]
@@ -637,6 +641,31 @@ def test_weights_in_8_bits(name):
     np.testing.assert_allclose(found, expected, atol=2e-3 * float(jnp.abs(expected).max()))
     assert float(jnp.abs(expected - apply(config, parameters, tokens).logits).max()) > 1e-2
     assert len(decoding.generate(config, small, [[1, 2], [3]], 4)[0]) == 4
+
+
+@pytest.mark.parametrize("form", [NF4(8), Int4(6), Int8(16)], ids=str)
+def test_weights_in_blocks_of_few_bits_are_their_rounded_selves(form):
+    """The product is that of the rounded matrix; a table of 4 bits is looked up row by row. The
+    last block of a line may have padding: D = 16 is no multiple of 6."""
+    config = replace(GPT, num_layers=2)
+    parameters = init(config, jax.random.key(3))
+    tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, V)
+    run = jax.jit(lambda tree: models.apply(config, tree, tokens).logits)
+    small = decoding.quantize(config, parameters, form)
+    stored = [leaf for leaf in jax.tree.leaves(small, is_leaf=is_in_blocks) if is_in_blocks(leaf)]
+    assert len(stored) == 1 + 2 * 6  # the table, and six matrices a layer
+    found = run(small)
+    expected = run(decoding.round_to_blocks(form, models.spec(config), parameters))
+    np.testing.assert_allclose(found, expected, atol=2e-6 * float(jnp.abs(expected).max()))
+    assert float(jnp.abs(expected - run(parameters)).max()) > 1e-3
+    plain = decoding.round_to_blocks(form, models.spec(config), parameters)
+    prompts, greedy = [[1, 2, 3], [3]], Sampling(temperature=0.0)
+    written = decoding.generate(config, small, prompts, 4, sampling=greedy)
+    assert written == decoding.generate(config, plain, prompts, 4, sampling=greedy)
+
+
+def is_in_blocks(leaf):
+    return isinstance(leaf, BlockWeight)
 
 
 @pytest.mark.parametrize("bad", [0, -3])

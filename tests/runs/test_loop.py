@@ -14,10 +14,11 @@ import pytest
 
 from jaxformer import models, params, zoo
 from jaxformer.data.tasks import Reverse
-from jaxformer.decoding import round_to_int8
+from jaxformer.decoding import round_to_blocks, round_to_int8
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig, cost
 from jaxformer.models.adaptation import Lora
+from jaxformer.ops.quantised import NF4
 from jaxformer.runs import best_effort, checkpoint, checks, job, loop, placement
 from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.run import Run, evaluator, open_run
@@ -158,14 +159,19 @@ def test_8_bits_of_an_adaptation_are_those_of_the_merged_weights(tmp_path):
         replace(tuned, adaptation=None),
         checks.open_data(tuned),
     )
-    scores = run.evaluate(int8=True)
-    rounded = round_to_int8(models.spec(model), run.params)
-    expected = evaluator(merged, build(merged), dataset)(rounded, whole=True)["loss"]
-    assert (
-        scores["int8_loss"]
-        == pytest.approx(expected, rel=1e-6)
-        != pytest.approx(scores["loss"], rel=1e-6)
-    )
+    scores = run.evaluate(int8=True, stored=NF4(8))
+    spec = models.spec(model)
+    rounding = {
+        "int8": round_to_int8(spec, run.params),
+        "nf4": round_to_blocks(NF4(8), spec, run.params),
+    }
+    for name, rounded in rounding.items():
+        expected = evaluator(merged, build(merged), dataset)(rounded, whole=True)["loss"]
+        assert (
+            scores[f"{name}_loss"]
+            == pytest.approx(expected, rel=1e-6)
+            != pytest.approx(scores["loss"], rel=1e-6)
+        )
     assert scores["loss"] == pytest.approx(result.validation["loss"], rel=1e-6)
 
 

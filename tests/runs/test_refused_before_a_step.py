@@ -3,6 +3,7 @@ checkpoints."""
 
 import json
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -38,6 +39,36 @@ TINY = Experiment(
 
 def never(*_, **__):
     raise AssertionError("a step was made")
+
+
+# ---- precision
+
+
+class Device(NamedTuple):
+    """What `check_precision` reads of a device."""
+
+    platform: str
+    device_kind: str
+    compute_capability: str | None = None
+
+
+A100, L4, H200 = (
+    Device("gpu", f"NVIDIA {name}", capability)
+    for name, capability in (("A100", "8.0"), ("L4", "8.9"), ("H200", "9.0"))
+)
+V5E, IRONWOOD = Device("tpu", "TPU v5 lite"), Device("tpu", "TPU7x")
+
+
+@pytest.mark.parametrize("device", [A100, V5E, Device("gpu", "another")], ids=str)
+def test_a_chip_without_products_of_eight_bits_is_refused(device):
+    with pytest.raises(ConfigError, match=f"precision=float8: {device.device_kind} has no"):
+        checks.check_precision("float8", device)
+    checks.check_precision("bfloat16", device)
+
+
+@pytest.mark.parametrize("device", [L4, H200, IRONWOOD, Device("cpu", "cpu")], ids=str)
+def test_a_chip_with_products_of_eight_bits_trains(device):
+    checks.check_precision("float8", device)
 
 
 # ---- axes

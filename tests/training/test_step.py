@@ -191,7 +191,11 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision, tolerance",
-    [("bfloat16", 0.02), pytest.param("float16", 0.005, marks=pytest.mark.slow)],
+    [
+        ("bfloat16", 0.02),
+        ("float8", 0.2),
+        pytest.param("float16", 0.005, marks=pytest.mark.slow),
+    ],
 )
 def test_low_precision_follows_float32(precision, tolerance):
     """The parameters stay float32; 8 and 11 bits of mantissa in the activations move the loss by

@@ -95,6 +95,25 @@ def test_a_mesh_steps_as_one_device_does(mesh, accumulation):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    "mesh",
+    [Mesh(fsdp=4), Mesh(tensor=2, explicit=True), Mesh(stage=2), Mesh(fsdp=2, zero1=True)],
+    ids=str,
+)
+def test_products_in_eight_bits_step_alike_on_any_mesh(mesh):
+    """A scale is that of the whole tensor, so a mesh changes only how a value near a half rounds.
+
+    Stages are the exception: each scales its own microbatches.
+    """
+    experiment = replace(TINY, precision="float8")
+    plain = jax.jit(make_train_step(build(experiment)))(on_one_device()[0], BATCH)
+    found = on_a_mesh(replace(experiment, mesh=mesh))
+    expected = jax.device_get(plain[1])
+    np.testing.assert_allclose(found[1]["loss"], expected["loss"], rtol=2e-3)
+    np.testing.assert_allclose(found[1]["grad_norm"], expected["grad_norm"], rtol=0.05)
+
+
+@pytest.mark.thorough
 def test_pmap_steps_as_one_device_does():
     devices = jax.devices()
     step = pmap.step(

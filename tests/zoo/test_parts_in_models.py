@@ -17,6 +17,7 @@ from jaxformer.families.t5 import RelativeByLayer
 from jaxformer.models import Mixture, ModelConfig, Relative, blocks
 from jaxformer.models.norm import one_plus_rms_norm
 from jaxformer.ops.positions import Rope
+from jaxformer.ops.quantised import Int8
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.sharding import batch_sharding, shardings
 
@@ -141,12 +142,17 @@ def test_16_bits_are_near_32_bits(name):
     assert jnp.median(error) < 0.03
 
 
+def in_eight_bit_blocks(config, weights):
+    return decoding.quantize(config, weights, Int8())
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "prepare, cache_dtype",
     [
         (decoding.prepare, jnp.float32),
         (decoding.quantize, jnp.int8),
+        (in_eight_bit_blocks, jnp.float32),
         pytest.param(decoding.quantize, jnp.float32, marks=pytest.mark.slow),
         pytest.param(decoding.prepare, jnp.int8, marks=pytest.mark.slow),
     ],

@@ -82,7 +82,7 @@ def plan_decode(
         capacity = length
     _check_sizes(config, rows, length, capacity)
     mesh = parallel.make_mesh(experiment.mesh, devices)
-    compiler = _Compiler(config, mesh, jnp.dtype(experiment.precision), devices, fast)
+    compiler = _Compiler(config, mesh, jnp.dtype(experiment.activation_dtype), devices, fast)
     prefill = compiler.compile(decoding.prefill, 1, min(length, CHUNK), capacity, used=False)
     step = compiler.compile(decoding.decode_step, rows, 1, capacity, used=True)
 
