@@ -209,7 +209,7 @@ $(VENV)/ready-docs: $(VENV)/ready-dev
 	@echo 'setting up .venv-plan with the TPU compiler (once, some minutes, 1.5 GB)'
 	@$(call quote,$(PYTHON)) -m venv .venv-plan
 	@.venv-plan/bin/pip install -q --upgrade 'pip>=25.1'
-	@.venv-plan/bin/pip install -q -e '.[tpu]' $(PIN)
+	@.venv-plan/bin/pip install -q -e '.[tpu,kernels]' $(PIN)
 	@touch $@
 
 .venv-plan/ready-dev: .venv-plan/ready

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxformer.ops.attention import CUDNN, QUERY_BLOCKED, REFERENCE, attention
+from jaxformer.ops.attention import CUDNN, QUERY_BLOCKED, REFERENCE, TOKAMAX, attention, tokamax
 from jaxformer.ops.attention.kernel import Kernel
 from jaxformer.ops.attention.ring import BLOCKWISE
 from jaxformer.tools.kernel_check import CASES, Case, check_kernel
@@ -27,6 +27,8 @@ CALLS = [  # kernel, dtype, head width
     ("blockwise", "float32", 128),
     ("cudnn", "bfloat16", 64),
     ("cudnn", "bfloat16", 128),
+    ("tokamax", "bfloat16", 64),
+    ("tokamax", "bfloat16", 128),
     ("fastest", "bfloat16", 128),
     ("fastest", "float32", 64),
 ]
@@ -44,6 +46,7 @@ KERNELS = {
     "query_blocked": QUERY_BLOCKED,
     "blockwise": BLOCKWISE,
     "cudnn": CUDNN,
+    "tokamax": TOKAMAX,
     "fastest": FASTEST,
 }
 LONG_CASES = (
@@ -65,6 +68,8 @@ def kernel_of(name, dtype):
         pytest.skip("cuDNN needs a GPU")
     if name == "cudnn" and dtype == "float32":
         pytest.skip("cuDNN computes in 16 bits")
+    if name == "tokamax" and not (ON_GPU and tokamax.is_installed()):
+        pytest.skip("tokamax needs a GPU and the extra `kernels`")
     return KERNELS[name]
 
 

@@ -8,6 +8,7 @@
 - "ring": for a sequence split over the mesh axis `context`; "blockwise" is the same there
 - "splash": TPU
 - "cudnn": NVIDIA GPU
+- "tokamax": NVIDIA GPU, for masks that cuDNN lacks; it needs the extra `kernels`
 
 Over `context`, "reference", "query_blocked" and "splash" gather keys and values. The choice of a
 tuple of kernels and of None is logged. `Kernel` is the joint: a researcher's own kernel goes where
@@ -42,11 +43,14 @@ from jaxformer.ops.attention.query_blocked import QUERY_BLOCKED
 from jaxformer.ops.attention.reference import REFERENCE, all_gather_length, reference
 from jaxformer.ops.attention.ring import BLOCKWISE, RING
 from jaxformer.ops.attention.splash import SPLASH
+from jaxformer.ops.attention.tokamax import TOKAMAX
 from jaxformer.ops.bias import Bias, bias_between
 from jaxformer.ops.einsum import in_float32, reverse_mode_alone
 from jaxformer.sharding import auto_axes, platform as mesh_platform
 
-KERNELS = REFERENCE, QUERY_BLOCKED, BLOCKWISE, RING, SPLASH, CUDNN
+KERNELS = REFERENCE, QUERY_BLOCKED, BLOCKWISE, RING, SPLASH, CUDNN, TOKAMAX
+# kernels written for a chip, in the order of preference: cuDNN needs no array of a mask
+FUSED = SPLASH, CUDNN, TOKAMAX
 RENAMED = {"rows": "query_blocked"}  # old names, which configs of older runs have
 
 
@@ -277,14 +281,17 @@ def _fastest(query, key, value, call: Call) -> Kernel:
     devices = context_devices()
     if devices > 1 and RING.refuses(query, key, value, call) is None:
         return _chosen(RING, f" of {devices}")
-    for fused in (SPLASH, CUDNN):
+    reasons = ""
+    for fused in FUSED:
         if fused.is_for(platform):
             reason = fused.refuses(query, key, value, call)
             if reason is None and devices > 1:
                 reason = "such call under mesh.context"
             if reason is None:
-                return _chosen(fused)
-            return _chosen(BLOCKWISE, f"; {fused.name} has no {reason}")
+                return _chosen(fused, reasons)
+            reasons += f"; {fused.name} has no {reason}"
+    if reasons:
+        return _chosen(BLOCKWISE, reasons)
     if blockwise.is_cheaper(query, key):
         return _chosen(BLOCKWISE, " (long)")
     blocks_fit = devices == 1 and QUERY_BLOCKED.refuses(query, key, value, call) is None
