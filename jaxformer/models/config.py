@@ -289,8 +289,9 @@ class ModelConfig:
     # None: the fastest kernel that supports the call
     attention_implementation: Implementation = execution(None, unless=has_own_kernel)
     # what a layer keeps for the backward pass: everything (none), products with weights (dots),
-    # the results of kernels for long attention (attention), or only its input (full)
-    remat: Literal["none", "dots", "attention", "full"] = execution("none")
+    # what attention reads and what its kernels give (qkv), the results of kernels for long
+    # attention (attention), or only its input (full); or a policy of `jax.checkpoint`
+    remat: Literal["none", "dots", "qkv", "attention", "full"] | Callable = execution("none")
     # layers in one step of the scan; num_layers: no scan; None: the fastest on the platform
     unroll: int | None = execution(None)
     norm_placement: InitVar[str | None] = None  # in older files: the first name of `block`

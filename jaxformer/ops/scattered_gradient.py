@@ -3,12 +3,15 @@
 No device has the whole gradient.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxformer.ops import cpu
+from jaxformer.ops.windowed_gradient import ring_of, windowed
 from jaxformer.sharding import mesh_axes, psum, reduce_scatter
 
 # the logical axis of each letter that a mesh may split
@@ -53,9 +56,19 @@ def scattered_gradient(spec: str, axes: dict[str, tuple[str, ...]], dtype, x, g)
     order = "".join(sorted(w_axes, key=lambda axis: axis != "d"))  # TPUs scatter a leading axis
     others = [name for letter in "bt" for name in axes.get(letter, ()) if name != "fsdp"]
 
+    def product(x, g):
+        return cpu.weight_gradient(f"{x_axes},{out}->{order}", x, g).astype(dtype)
+
     def on_each(x, g):
-        gradient = cpu.weight_gradient(f"{x_axes},{out}->{order}", x, g).astype(dtype)
-        gradient = reduce_scatter(gradient, "fsdp")
+        ring = ring_of(jax.lax.axis_size("fsdp"))
+        if ring is None:
+            gradient = reduce_scatter(product(x, g), "fsdp")
+        elif "d" in x_axes:
+            of_piece = partial(product, g=g)
+            gradient = windowed(ring, of_piece, x, x_axes.index("d"), "fsdp")
+        else:
+            of_piece = partial(product, x)
+            gradient = windowed(ring, of_piece, g, out.index("d"), "fsdp")
         return psum(gradient, others) if others else gradient
 
     def split(letters):

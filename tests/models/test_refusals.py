@@ -238,7 +238,7 @@ def test_rows_of_a_source_and_of_a_cache():
             dict(block="post"),
             "model.block='post': expected a function such as blocks.post_norm, or None",
         ),
-        (dict(remat="all"), "model.remat='all': expected one of none, dots, attention, full"),
+        (dict(remat="all"), "model.remat='all': expected one of none, dots, qkv, attention, full"),
         (dict(feedforward="gelu2"), "model.feedforward='gelu2': expected one of relu"),
         (
             dict(feedforward=jax.nn.gelu),

@@ -301,6 +301,10 @@ def test_models_run_under_jit_vmap_and_partial():
     close(jax.jit(jax.vmap(lambda row: f(parameters, row[None]).logits[0]))(tokens), eager)
 
 
+# a policy of a user's own, which keeps queries alone
+OWN_POLICY = jax.checkpoint_policies.save_only_these_names("query")
+
+
 @pytest.mark.thorough
 def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
     """Whatever is computed again is the same, and "attention" computes no attention again."""
@@ -315,10 +319,11 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
         remat: jax.jit(jax.grad(partial(loss, replace(config, remat=remat))))
         .lower(weights)
         .compile()
-        for remat in ("none", "dots", "attention", "full")
+        for remat in ("none", "dots", "qkv", "attention", "full", OWN_POLICY)
     }
     loops = {remat: program.as_text().count(" while(") for remat, program in programs.items()}
-    assert loops["attention"] == loops["none"] < loops["full"] == loops["dots"]
+    assert loops["attention"] == loops["qkv"] == loops["none"]
+    assert loops["none"] < loops["full"] == loops["dots"] == loops[OWN_POLICY]
     # the same operations, which other fusions sum in another order
     for program in programs.values():
         same = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import normal
 from jaxtyping import Float
 
@@ -78,9 +79,9 @@ def attention(
         if isinstance(config.positions, Rope):
             query = rope(query, context.positions, config.positions, context.text_lengths)
             key = rope(key, context.positions, config.positions, context.text_lengths)
-        query = context.tap("query", query)
-        key = context.tap("key", key)
-        value = context.tap("value", value)
+        query = checkpoint_name(context.tap("query", query), "query")
+        key = checkpoint_name(context.tap("key", key), "key")
+        value = checkpoint_name(context.tap("value", value), "value")
         options = attention_options(config, context)
         if (bias := score_bias(config, context.shared)) is not None:
             options["bias"] = bias_at_positions(bias, context)
@@ -268,6 +269,9 @@ def cross_attention(
     )
     key, value = (heads[name].swapaxes(1, 2).astype(x.dtype) for name in ("key", "value"))
     options = attention_options(config, context) | {"mask": source.mask}
+    query, key, value = (
+        checkpoint_name(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))
+    )
     # the queries of all batch rows that read the same source
     of_source = query.reshape(key.shape[0], -1, *query.shape[2:])
     result = ops.attention(of_source, key, value, **options)

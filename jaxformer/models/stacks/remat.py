@@ -8,6 +8,8 @@ import jax
 from jaxformer.models.config import ModelConfig
 from jaxformer.ops.einsum import PRODUCT
 
+HEADS = ("query", "key", "value")  # the names of what attention reads, for policies
+
 
 def remat(config: ModelConfig, f: Callable, in_scan: bool) -> Callable:
     """f under `jax.checkpoint`: it keeps for the backward pass what `ModelConfig.remat` says.
@@ -23,10 +25,13 @@ def remat(config: ModelConfig, f: Callable, in_scan: bool) -> Callable:
             return checkpoint(policy=_save_all_but_cheap) if gathers else f
         case "dots":
             return checkpoint(policy=_save_products)
+        case "qkv":
+            return checkpoint(policy=_save_around_attention)
         case "attention":
             return checkpoint(policy=_save_attention)
         case "full":
             return checkpoint()
+    return checkpoint(policy=config.remat)  # a policy of the user's own
 
 
 def _save_products(primitive, *operands, **options) -> bool:
@@ -53,6 +58,13 @@ def _save_attention(primitive, *_, name: str = "", **__) -> bool:
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
+def _save_around_attention(primitive, *operands, **options) -> bool:
+    """Saves the results of attention kernels, and the queries, keys and values that they read."""
+    if primitive.name == "name" and options["name"] in HEADS:
+        return True
+    return _save_attention(primitive, *operands, **options)
+
+
 # Primitives that cost nothing to compute again. A gathered weight is only sharded or cast again;
 # the others run beside a product. Their float32 arrays would be most of what a layer in 16 bits
 # keeps. So the policy also looks into functions that are recomputed, such as activations and norms.
@@ -64,11 +76,13 @@ _CHEAP = {
 }  # fmt: skip
 
 
-def _save_all_but_cheap(primitive, *operands, call_jaxpr=None, **_) -> bool:
+def _save_all_but_cheap(primitive, *operands, call_jaxpr=None, name: str = "", **_) -> bool:
     """Saves every value that is not cheap to compute again (`_CHEAP`), and gathered vectors.
 
     Cheap values are sharded or cast copies, and elementwise functions of saved values.
     """
+    if primitive.name == "name" and name in HEADS:
+        return False  # what it names is a value that is saved already, or cheap
     names = [primitive.name]
     if call_jaxpr is not None:
         names = [equation.primitive.name for equation in call_jaxpr.eqns]

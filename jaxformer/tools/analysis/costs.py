@@ -21,7 +21,7 @@ from jaxformer.tools.planning import flops
 
 # tokens of a text: the visible pairs of a mask are counted by their distances, in memory
 LONGEST = 2**24
-REMAT = ("none", "attention", "dots", "full")
+REMAT = ("none", "dots", "qkv", "attention", "full")
 PARTS = ("embedding", "attention", "cross_attention", "feedforward", "shared", "norms", "heads")
 SCORES = "scores and their products with values"
 

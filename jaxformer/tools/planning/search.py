@@ -73,18 +73,21 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     saved = {
         "full": stream,
         "attention": stream + attended,
+        "qkv": stream + 2 * attended + 2 * tokens * K * H * width / split,
         "dots": inner + 2 * stream,
         "none": 1.5 * inner + 4 * stream,
     }
     table = 4.0 * model.vocab_size * D
     layer = (gathered - table) / model.num_layers / split / shape["expert"]
     working = layer * (1 + 2 * width / 4) + 2 * inner + 4 * stream + 2 * table / split
-    peak = state + local + L * saved[model.remat] + working + 3 * 2**26
+    kept = saved.get(model.remat, saved["none"])  # a policy of the user's own: at most all
+    peak = state + local + L * kept + working + 3 * 2**26
 
     trained = trained_weights(experiment)
     a_token = cost.training_flops(model, model.context_length, trained=trained)
     total = a_token * experiment.batch_size * model.context_length
-    recomputed = {"full": 1.33, "attention": 1.3, "dots": 1.03, "none": 1.0}[model.remat]
+    shares = {"full": 1.33, "attention": 1.3, "qkv": 1.2, "dots": 1.03, "none": 1.0}
+    recomputed = shares.get(model.remat, shares["none"])
     # bytes/s of one link, and of the network between the devices of fsdp and data
     link = chip.network / (chip.links or 2)
     far = link if chip.links or devices <= 8 else chip.outside * 8
@@ -152,7 +155,9 @@ def candidates(experiment: Any, devices: int) -> Iterator[Any]:
         if tensor * expert * data * fsdp != rest or tensor > 16 or data % mesh.slices:
             continue
         sizes = replace(mesh, data=data, fsdp=fsdp, tensor=tensor, expert=expert, **fixed)
-        for micro, remat in itertools.product(MICRO_BATCHES, ("none", "dots", "attention", "full")):
+        for micro, remat in itertools.product(
+            MICRO_BATCHES, ("none", "dots", "qkv", "attention", "full")
+        ):
             yield replace(
                 experiment,
                 mesh=sizes,
