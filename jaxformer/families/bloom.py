@@ -41,11 +41,10 @@ FIELDS = COMMON | {
     "attention_dropout_rate": Key("attention_dropout", 0.0),
 }
 del FIELDS["d_ff"]  # always 4 D
-# other names of entries; where both are given, transformers takes these
 OTHER_NAMES = {
-    "d_model": "n_embed",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
+    "n_embed": "hidden_size",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
 }
 
 
@@ -55,11 +54,8 @@ def _read(c: Json, names: Collection[str]) -> ModelConfig:
             "config.json: slow_but_exact with pretraining_tp above 1 leaves out biases; "
             "it is not supported here"
         )
-    found = {
-        ours: Key(name) for ours, name in OTHER_NAMES.items() if get(c, name, None) is not None
-    }
     return ModelConfig(
-        **read_fields(c, FIELDS | found),
+        **read_fields(c, FIELDS),
         feedforward="gelu_tanh",
         positions=Alibi(),
         embedding=Embedding(norm=True),
@@ -95,5 +91,6 @@ FAMILIES = {
         rules=lambda config: RULES,
         prefix=PREFIX,
         aliases={"lm_head.weight": PREFIX + "word_embeddings.weight"},
+        other_names=OTHER_NAMES,
     ),
 }

@@ -82,8 +82,8 @@ def write_heads(heads: tuple, prefix: str, kinds: dict[str, tuple]) -> Json:
 
 
 def count_labels(c: Json) -> int:
-    """The number of classes; 2 if config.json does not say."""
-    return get(c, "num_labels", None) or len(c.get("id2label") or {"0": 0, "1": 1})
+    """The number of classes; 2 if config.json does not say. As in transformers, names go first."""
+    return len(c.get("id2label") or ()) or get(c, "num_labels", None) or 2
 
 
 def write_labels(labels: tuple[str, ...]) -> Json:

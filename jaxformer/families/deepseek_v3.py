@@ -188,4 +188,9 @@ def _feedforward_rules(config: ModelConfig, ours: str, theirs: str) -> list[Rule
 
 
 FAMILY = decoder_family(_read, _write, _rules)
-FAMILIES = {"deepseek_v3": FAMILY._replace(ignored=FAMILY.ignored + r"|^model\.layers\.61\.")}
+FAMILIES = {
+    "deepseek_v3": FAMILY._replace(
+        ignored=FAMILY.ignored + r"|^model\.layers\.61\.",
+        other_names={"num_local_experts": "n_routed_experts"},
+    )
+}

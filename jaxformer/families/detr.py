@@ -13,6 +13,7 @@ from typing import Any
 from jaxformer.errors import ConfigError
 from jaxformer.families.classes import count_labels, read_heads, write_heads, write_labels
 from jaxformer.families.family import Family, Rule, rules
+from jaxformer.families.marian import OTHER_NAMES
 from jaxformer.families.settings import (
     ACTIVATION,
     PROJECTIONS,
@@ -274,5 +275,6 @@ FAMILIES = {
         ignored=r"\.num_batches_tracked$",
         heads=r"^(class_labels_classifier|bbox_predictor)\.",
         renamed=RENAMED,
+        other_names=OTHER_NAMES,
     )
 }

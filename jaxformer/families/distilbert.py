@@ -86,6 +86,11 @@ def _rules(config: ModelConfig) -> list[Rule]:
     ]
 
 
+OTHER_NAMES = {
+    "hidden_size": "dim",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+}
 FAMILY = Family(
     _read,
     _write,
@@ -93,5 +98,6 @@ FAMILY = Family(
     prefix="distilbert.",
     heads=r"^(vocab_\w+|pre_classifier|classifier|qa_outputs)\.",
     aliases={"vocab_projector.weight": "distilbert.embeddings.word_embeddings.weight"},
+    other_names=OTHER_NAMES,
 )
 FAMILIES = {"distilbert": FAMILY}

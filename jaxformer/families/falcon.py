@@ -146,5 +146,6 @@ FAMILIES = {
         prefix=PREFIX,
         ignored=r"\.(rotary_emb|maybe_rotary|rotary)\.inv_freq$",  # buffers of old files
         aliases={"lm_head.weight": PREFIX + "word_embeddings.weight"},
+        other_names={"n_embed": "hidden_size"},
     ),
 }

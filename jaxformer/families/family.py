@@ -80,6 +80,9 @@ class Family(NamedTuple):
     aliases: dict[str, str] = {}  # noqa: RUF012 (never written to)
     # {pattern in the names of other writers: what this family's files have there}
     renamed: dict[str, str] = {}  # noqa: RUF012 (never written to)
+    # {another name of an entry of config.json: the name that `read` asks for}. As in transformers,
+    # the other name goes first where a file has both.
+    other_names: dict[str, str] = {}  # noqa: RUF012 (never written to)
     # a file without a head is tied, whatever its config.json says (T5 of transformers 5)
     tied_without_head: bool = False
     needs_start: bool = False  # `save` needs the token that targets begin with

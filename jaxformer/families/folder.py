@@ -13,11 +13,12 @@ import numpy as np
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.families import fused_experts
+from jaxformer.families.causality import read_causality
 from jaxformer.families.classes import write_labels
 from jaxformer.families.family import Family, plan
 from jaxformer.families.known import FAMILIES, is_unknown, write_settings
 from jaxformer.families.parts import part_of
-from jaxformer.families.settings import check_layers
+from jaxformer.families.settings import check_layers, with_own_names
 from jaxformer.families.tied_head import Config, with_stack, with_tie
 from jaxformer.families.tokens import (
     LISTS,
@@ -158,8 +159,8 @@ def _read_settings(file: safetensors.Files, family: Family) -> Checkpoint:
     """The checkpoint of a folder, without parameters."""
     try:
         check_layers(file.config, len(file.names))
-        settings = Recorded(file.config)
-        config = family.read(settings, file.names)
+        settings = Recorded(with_own_names(file.config, family.other_names))
+        config = read_causality(settings, family.read(settings, file.names))
         if any(family is known for known in FAMILIES.values()):
             check_unread(settings)
             if dropouts := unread_dropouts(settings):

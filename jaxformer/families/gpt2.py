@@ -45,6 +45,12 @@ def _write_gpt2(config: ModelConfig) -> Json:
     return write_fields(config, GPT2) | heads | {"embd_pdrop": config.dropout_rate}
 
 
+OTHER_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 GPT2_LAYER = "transformer.h.{}."
 GPT2_LINEAR = {
     "attention/out": "attn.c_proj",
@@ -73,5 +79,6 @@ FAMILIES = {
         "transformer.",
         GPT2_MASKS,
         aliases={"lm_head.weight": "transformer.wte.weight"},
+        other_names=OTHER_NAMES,
     ),
 }

@@ -22,7 +22,7 @@ from jaxformer.families.decoder import (
     write_biases,
     write_masks,
 )
-from jaxformer.families.family import Family, Rule, rules
+from jaxformer.families.family import Rule, rules
 from jaxformer.families.rotations import read_rope, write_rope
 from jaxformer.families.settings import Json, Key, get, read_fields, write_fields
 from jaxformer.models.config import ModelConfig
@@ -103,4 +103,5 @@ def _rules(config: ModelConfig) -> list[Rule]:
     ]
 
 
-FAMILIES: dict[str, Family] = {"gpt_oss": decoder_family(_read, _write, _rules)}
+FAMILY = decoder_family(_read, _write, _rules)
+FAMILIES = {"gpt_oss": FAMILY._replace(other_names={"num_experts": "num_local_experts"})}

@@ -14,6 +14,7 @@ from jaxformer.families.classes import (
     write_heads,
 )
 from jaxformer.families.family import Family, Rule, rules
+from jaxformer.families.gpt2 import OTHER_NAMES
 from jaxformer.families.settings import (
     ACTIVATION,
     COMMON,
@@ -91,5 +92,6 @@ FAMILIES = {
         prefix=PREFIX,
         ignored=r"\.attn\.((masked_)?bias|embed_positions)$",  # buffers of old files
         aliases={"lm_head.weight": PREFIX + "wte.weight"},
+        other_names=OTHER_NAMES,
     ),
 }

@@ -1,5 +1,6 @@
 """The known families, by the model_type of config.json, and which of them can express a config."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -46,6 +47,7 @@ from jaxformer.families import (
     vit_mae,
     whisper,
 )
+from jaxformer.families.causality import NAME as IS_CAUSAL, causal_twin, read_causality
 from jaxformer.families.comparison import fields_with_effect
 from jaxformer.families.family import Family, plan
 from jaxformer.families.tied_head import Config, with_stack
@@ -78,13 +80,17 @@ def write_settings(config: Config, model_type: str | None, families: Mapping[str
     if model_type is not None and model_type not in families:
         raise ConfigError(f"model_type={model_type!r} {is_unknown(model_type, families)}")
     reason = ""
-    for kind in families if model_type is None else [model_type]:
+    kinds = families if model_type is None else [model_type]
+    wordings = [(config, {})]
+    if (twin := causal_twin(config)) is not None:
+        wordings.append((twin, {IS_CAUSAL: False}))
+    for (wording, more), kind in itertools.product(wordings, kinds):
         family = families[kind]
         try:
-            settings = family.write(config) | {"model_type": kind}
-            copy = family.read(settings, plan(family, config))
+            settings = family.write(wording) | {"model_type": kind} | more
+            copy = read_causality(settings, family.read(settings, plan(family, wording)))
         except (ConfigError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            reason = f"cannot express this config ({error})"
+            reason = reason or f"cannot express this config ({error})"
             continue
         if family.tied_without_head:  # `load` reads from the weights whether it is tied
             copy = with_stack(copy, tie_embeddings=models.last_stack(config).tie_embeddings)
@@ -95,7 +101,7 @@ def write_settings(config: Config, model_type: str | None, families: Mapping[str
         ]
         if not differences:
             return settings
-        reason = f"cannot express {list_names(differences, str)}"
+        reason = reason or f"cannot express {list_names(differences, str)}"
     if model_type is None:
         raise ConfigError(
             f"none of the {len(FAMILIES)} families can express this config; "

@@ -168,9 +168,11 @@ def _llama_rules(family: Llama, config: ModelConfig) -> list[Rule]:
 
 
 def _llama_family(llama: Llama) -> Family:
-    return decoder_family(
+    family = decoder_family(
         partial(_read_llama, llama), partial(_write_llama, llama), partial(_llama_rules, llama)
     )
+    is_mixture = llama.name == "Mixtral"
+    return family._replace(other_names={"num_experts": "num_local_experts"} if is_mixture else {})
 
 
 FAMILIES = {kind: _llama_family(llama) for kind, llama in LLAMAS.items()}

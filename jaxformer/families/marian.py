@@ -37,6 +37,12 @@ FIELDS = {
     "attention_dropout_rate": Key("attention_dropout", 0.0),
     "tie_embeddings": Key("tie_word_embeddings", True),
 }
+# of the encoder alone, as in transformers
+OTHER_NAMES = {
+    "num_attention_heads": "encoder_attention_heads",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "encoder_layers",
+}
 TRANSLATOR = (LanguageModel(bias=True),)
 
 
@@ -62,6 +68,7 @@ def pair_family(pair: Pair) -> Family:
         prefix="model.",
         ignored=r"embed_positions\.weight$|(^|\.)shared\.weight$",
         aliases=dict.fromkeys(tables, "model.shared.weight"),
+        other_names=OTHER_NAMES,
         needs_start=pair.needs_start,
     )
 

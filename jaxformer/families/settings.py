@@ -50,6 +50,13 @@ def get(c: Json, name: str, default: Any = int) -> Any:
     return kind(value)
 
 
+def with_own_names(c: Json, other_names: Mapping[str, str]) -> Json:
+    """The entries under the family's own names; `other_names` are {another name: its own name}."""
+    others = {name: c[name] for name in other_names if c.get(name) is not None}
+    own = {name: value for name, value in c.items() if name not in other_names}
+    return own | {other_names[name]: value for name, value in others.items()}
+
+
 def check_layers(c: Json, tensors: int) -> None:
     """Refuses more layers or experts than `tensors`, the number of tensors in the file."""
     for name in LAYERS_OR_EXPERTS:

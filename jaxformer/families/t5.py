@@ -237,6 +237,12 @@ STACK_TABLES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 # the head last: it is the table of a tied model only where the file has no other copy
 T5_ALIASES = dict.fromkeys((*STACK_TABLES, "lm_head.weight"), "shared.weight")
 T5_ALIASES["transformer.encoder.embed_tokens.weight"] = "transformer.shared.weight"
+OTHER_NAMES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
 T5_UNUSED = r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias"
 
 
@@ -248,6 +254,7 @@ def _family(variant: Variant) -> Family:
         prefix="",
         ignored=T5_UNUSED,
         aliases=T5_ALIASES,
+        other_names=OTHER_NAMES,
         tied_without_head=True,
     )
 

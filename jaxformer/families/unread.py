@@ -56,6 +56,9 @@ NEUTRAL: dict[str, tuple] = {
     "num_local_experts": (0, 1),
     "swiglu_alpha": (),
     "swiglu_limit": (),
+    # settings that transformers reads for every model
+    "per_layer_config": ({},),
+    "token_classification_bias": (True,),
 }
 
 

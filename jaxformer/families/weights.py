@@ -3,7 +3,8 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ def read_weights(
             "%s: the model has no such heads, left out: %s", file.folder, list_names(left_out, str)
         )
         ignored += "|" + "|".join(f"^{re.escape(name)}$" for name in left_out)
-    missing = _check(file, tensors, source, duplicates, leaves, allow_missing, ignored)
+    missing = _check(file, family, tensors, source, duplicates, leaves, allow_missing, ignored)
     if missing and key is None:
         raise ConfigError(f"{missing[0]} is missing in the file and may be; give `key` to draw it")
     shardings = _shardings(sharding, leaves)
@@ -102,7 +103,14 @@ def _heads_left_out(
 
 
 def _check(
-    file, tensors, source, duplicates: set[str], leaves: dict[str, Spec], allow_missing, ignored
+    file,
+    family: Family,
+    tensors,
+    source,
+    duplicates: set[str],
+    leaves: dict[str, Spec],
+    allow_missing,
+    ignored,
 ) -> list[str]:
     """Our paths that are missing in the file and may be missing.
 
@@ -136,7 +144,7 @@ def _check(
         if names
     ]
     if report:
-        advice = _advice(file, tensors, source, unexpected, leaves)
+        advice = _advice(file, family, tensors, source, unexpected, leaves)
         if quantised := (file.config.get("quantization_config") or {}).get("quant_method"):
             advice = (
                 f"they are quantised ({quantised}), which is not read: "
@@ -152,18 +160,65 @@ def _check(
 
 # {prefix that training code puts before all names: where the model with the right names is}
 WRAPPERS = {"module.": "model.module", "_orig_mod.": "model._orig_mod"}
+# modules that training code puts around others
+AROUND = (
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+    "_forward_module.",
+    "_orig_module.",
+    *WRAPPERS,
+)
+OF_ADAPTER = re.compile(r"\.(base_layer|lora_[AB])\.")
+
+
+def _renaming(file, family: Family, absent: Collection[str], unexpected: list[str]) -> str | None:
+    """The rename that gives the file the `absent` tensors; None if there is none."""
+
+    def completes(rename: Callable[[str], str]) -> bool:
+        renamed = SimpleNamespace(names=[rename(name) for name in file.names])
+        return names_in_file(renamed, family, absent).keys() >= set(absent)
+
+    first = unexpected[0]
+    for dot in (i for i, letter in enumerate(first) if letter == "."):
+        prefix = first[: dot + 1]
+        if not all(name.startswith(prefix) for name in unexpected):
+            break
+        if completes(lambda name, prefix=prefix: name.removeprefix(prefix)):
+            inner = WRAPPERS.get(prefix)
+            other = f", or save {inner} instead of model" if inner else ""
+            return (
+                f"names begin with {prefix!r}: rename each to name.removeprefix({prefix!r}){other}"
+            )
+    around = [module for module in AROUND if any(module in name for name in unexpected)]
+
+    def without(name: str) -> str:
+        for module in around:
+            name = name.replace(module, "")
+        return name
+
+    if around and completes(without):
+        calls = "".join(f".replace({module!r}, '')" for module in around)
+        return f"training code put modules around others: rename each to name{calls}"
+    return None
 
 
 def _advice(
-    file, tensors: dict[str, Tensor], source: dict[str, str], unexpected, leaves: dict[str, Spec]
+    file,
+    family: Family,
+    tensors: dict[str, Tensor],
+    source: dict[str, str],
+    unexpected: list[str],
+    leaves: dict[str, Spec],
 ) -> str:
     """What to do about weights that are not those of config.json."""
-    for prefix, inner in WRAPPERS.items():
-        if unexpected and all(name.startswith(prefix) for name in unexpected):
-            return (
-                f"names begin with {prefix!r}: rename each to name.removeprefix({prefix!r}), "
-                f"or save {inner} instead of model"
-            )
+    if any(map(OF_ADAPTER.search, unexpected)):
+        return (
+            "they have an adapter of PEFT that is not merged: save "
+            "model.merge_and_unload() instead of model"
+        )
+    absent = tensors.keys() - source.keys()
+    if absent and unexpected and (rename := _renaming(file, family, absent, unexpected)):
+        return rename
     for planned, name in source.items():
         if planned not in tensors or not tensors[planned].parts:
             continue

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxformer.families.classes import read_heads, write_heads
 from jaxformer.families.family import Family, Rule, rules
+from jaxformer.families.marian import OTHER_NAMES
 from jaxformer.families.settings import (
     ACTIVATION,
     PROJECTIONS,
@@ -107,6 +108,7 @@ FAMILIES = {
         prefix="model.",
         heads=r"^proj_out\.",
         aliases={"proj_out.weight": "model.decoder.embed_tokens.weight"},
+        other_names=OTHER_NAMES | {"num_key_value_heads": "encoder_attention_heads"},
         needs_start=True,
     )
 }
