@@ -273,7 +273,7 @@ def test_what_no_family_says_is_not_written(tmp_path):
         return str(caught.value)
 
     sandwich = replace(config, block=blocks.sandwich)
-    assert "no family" in refusal(sandwich)
+    assert "none of the" in refusal(sandwich)
     assert "block" in refusal(sandwich, model_type="llama") or "no place" in refusal(
         sandwich, model_type="llama"
     )
