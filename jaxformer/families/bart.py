@@ -8,25 +8,9 @@ source, which heads do not see. ForCausalLM is only the decoder, but its file al
 the attention to a source.
 """
 
-import jax.numpy as jnp
-import numpy as np
-
 from jaxformer.families.classes import SPAN
-from jaxformer.families.marian import TRANSLATOR, Pair, pair_family
-from jaxformer.models.config import EncoderDecoder, Learned
-from jaxformer.models.position_table import table_of
-
-
-def sines(config: EncoderDecoder) -> dict[str, np.ndarray]:
-    """The sinusoids of both stacks, which files of Pegasus have."""
-    tables = {}
-    for name, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
-        table = table_of(stack, stack.positions)
-        if table is not None:
-            vectors = table.apply({}, jnp.arange(stack.context_length)[None])[0]
-            tables[f"model.{name}.embed_positions.weight"] = np.asarray(vectors)
-    return tables
-
+from jaxformer.families.marian import TRANSLATOR, Pair, pair_family, sines
+from jaxformer.models.config import Learned
 
 KINDS = {"ForConditionalGeneration": TRANSLATOR, "Model": ()}
 TASKS = {"ForQuestionAnswering": (SPAN,)}

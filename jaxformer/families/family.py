@@ -73,7 +73,9 @@ class Family(NamedTuple):
     write: Callable[[Any], Json]  # our config -> config.json
     rules: Callable[[Any], list[Rule]]  # our config -> the rules of its parameters
     prefix: str = ""  # of tensor names; files of base models leave it out
-    ignored: str = r"position_ids$|\.rotary_emb\.inv_freq$"  # a pattern for the names of buffers
+    ignored: str = (
+        r"position_ids$|(^|\.)rotary_emb\.inv_freq$"  # a pattern for the names of buffers
+    )
     # a pattern for the modules of heads: a file may have more heads than its class
     heads: str = r"^(lm_head|score|classifier|qa_outputs)\."
     # {second name of a tied tensor: its first name}
@@ -88,6 +90,8 @@ class Family(NamedTuple):
     needs_start: bool = False  # `save` needs the token that targets begin with
     # our config -> {name: array} of the tables that `ignored` names: their files have them
     computed: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
+    # the same, of tables that a file may have: `load` refuses one with other numbers
+    fixed: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
 
 
 class Part(NamedTuple):

@@ -4,6 +4,9 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxformer.families.classes import read_heads, write_heads
 from jaxformer.families.family import Family, Rule, rules
 from jaxformer.families.settings import (
@@ -27,6 +30,7 @@ from jaxformer.models.config import (
     ModelConfig,
     Sinusoidal,
 )
+from jaxformer.models.position_table import table_of
 
 FIELDS = {
     "d_model": Key("d_model"),
@@ -70,7 +74,19 @@ def pair_family(pair: Pair) -> Family:
         aliases=dict.fromkeys(tables, "model.shared.weight"),
         other_names=OTHER_NAMES,
         needs_start=pair.needs_start,
+        fixed=sines,
     )
+
+
+def sines(config: EncoderDecoder) -> dict[str, np.ndarray]:
+    """The sinusoids of both stacks, which files of Pegasus and old files of Marian have."""
+    tables = {}
+    for name, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
+        table = table_of(stack, stack.positions)
+        if table is not None and isinstance(stack.positions, Sinusoidal):
+            vectors = table.apply({}, jnp.arange(stack.context_length)[None])[0]
+            tables[f"model.{name}.embed_positions.weight"] = np.asarray(vectors)
+    return tables
 
 
 def _side(name: str) -> dict[str, Key]:

@@ -34,7 +34,7 @@ def with_tie(file, family: Family, config: Config) -> Config:
         if str(rule.ours).endswith("language_model/kernel")
     )
     head = next(heads, None)
-    if head is None or not stack.heads:
+    if head not in family.aliases or not stack.heads:  # a Reformer's head is never tied
         return config
     names = names_in_file(file, family, family.aliases.keys() | family.aliases.values())
     if head not in names:

@@ -41,6 +41,7 @@ def read_weights(
     missing = _check(file, family, tensors, source, duplicates, leaves, allow_missing, ignored)
     if missing and key is None:
         raise ConfigError(f"{missing[0]} is missing in the file and may be; give `key` to draw it")
+    _check_fixed(file, family, config)
     shardings = _shardings(sharding, leaves)
     dtypes = _dtypes(file, tensors, source, leaves, dtype)
     in_file = {source[name]: tensor for name, tensor in tensors.items() if name in source}
@@ -156,6 +157,22 @@ def _check(
         )
     planned = {part.path for tensor in tensors.values() for part in tensor.parts}
     return [path for path in leaves if path in absent or path not in planned]
+
+
+def _check_fixed(file, family: Family, config: Config) -> None:
+    """Raises ConfigError for a table of the file that `family.fixed` computes otherwise."""
+    if not any(re.search(family.ignored, name) for name in file.names):
+        return
+    tables = family.fixed(config)
+    for name, stored in names_in_file(file, family, tables.keys()).items():
+        found, table = file.read(stored).astype(np.float32), tables[name]
+        # at position 1000, two sines in float32 differ by 1e-4
+        rounding = 1e-3 + float(jnp.finfo(file.names[stored][1]).eps)
+        if found.shape != table.shape or not np.allclose(found, table, rtol=0, atol=rounding):
+            raise ConfigError(
+                f"{file.folder}: {stored} {found.shape} does not hold the sinusoids {table.shape} "
+                "that this family computes; delete the tensor to have those"
+            )
 
 
 def _dtypes(

@@ -164,6 +164,12 @@ def test_a_file_without_a_head_is_tied(tmp_path):
     assert_loads(folder, "llama_gqa")
 
 
+def test_a_reformer_that_does_not_say_whether_it_is_tied(tmp_path):
+    """None is: its head reads two streams, and was taken for a missing one."""
+    folder = runs.altered(tmp_path, "reformer", tie_word_embeddings=...)
+    assert_loads(folder, "reformer")
+
+
 @pytest.mark.parametrize("second", [None, "equal", "another"])
 def test_a_reformer_of_transformers_5_24_adds_the_bias_of_its_decoder(second, tmp_path):
     """`lm_head.bias` beside it is read by nobody; 4.x wrote the same numbers under both names."""

@@ -6,11 +6,13 @@ import re
 from dataclasses import replace
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxformer import families
 from jaxformer.errors import ConfigError
+from jaxformer.families import marian
 from jaxformer.masks import causal, full
 from tests import golden
 from tests.families import golden_runs as runs
@@ -226,3 +228,34 @@ def test_the_prefix_of_the_base_model_may_be_missing(name, tmp_path):
     assert not any(key.startswith(prefix) for key in runs.tensors(folder))
     found, plain = families.load(folder), families.load(golden.folder(name))
     assert jax.tree.all(jax.tree.map(np.array_equal, found.params, plain.params))
+
+
+@pytest.mark.report(
+    "huggingface/transformers#44454",
+    "huggingface/transformers#31387",
+    right=(
+        "a table of sinusoids in a file is that of the model, up to the rounding of its dtype; "
+        "another one, such as random numbers of transformers 5, is refused by name"
+    ),
+    hit="the table was left unread whatever it held; transformers computes with what it holds",
+)
+@pytest.mark.parametrize("name", ["pegasus", "marian"])
+def test_a_table_of_sinusoids_is_one(name, tmp_path):
+    plain = families.load(golden.folder(name))
+    tables = marian.sines(plain.config)
+    assert len(tables) == 2
+
+    def with_tables(change):
+        return lambda arrays: arrays | {key: change(table) for key, table in tables.items()}
+
+    same = lambda table: table
+    rounded = lambda table: table.astype(ml_dtypes.bfloat16)
+    for number, change in enumerate((same, rounded)):
+        folder = runs.altered(tmp_path / str(number), name, with_tables(change))
+        found = families.load(folder).params
+        assert jax.tree.all(jax.tree.map(np.array_equal, found, plain.params))
+    drawn = np.random.default_rng(0).normal(size=next(iter(tables.values())).shape)
+    other = lambda table: drawn[: len(table)].astype(np.float32)
+    for number, change in enumerate((other, lambda table: table[:-1])):
+        with pytest.raises(ConfigError, match=r"embed_positions\.weight.*sinusoids"):
+            families.load(runs.altered(tmp_path / f"other{number}", name, with_tables(change)))
