@@ -11,7 +11,7 @@ from jaxformer.families.settings import Json
 from jaxformer.masks import causal, full
 from jaxformer.models.config import Alibi, EncoderDecoder, ModelConfig
 
-NAME = "is_causal"
+IS_CAUSAL = "is_causal"
 
 
 def read_causality(c: Json, config: ModelConfig | EncoderDecoder) -> ModelConfig | EncoderDecoder:
@@ -23,13 +23,13 @@ def read_causality(c: Json, config: ModelConfig | EncoderDecoder) -> ModelConfig
     stack = config.decoder if isinstance(config, EncoderDecoder) else config
     is_decoder = any(causal() in mask.conjuncts() for mask in stack.masks)
     # a null is false in transformers
-    if c.get(NAME, True) or not is_decoder:
+    if c.get(IS_CAUSAL, True) or not is_decoder:
         return config
     is_plain = stack is config and stack.masks == (causal(),)
     if not is_plain or isinstance(stack.positions, Alibi) or callable(stack.positions):
         raise ConfigError(
-            f"config.json: {NAME}={c[NAME]!r}: only a model of one stack, without windows and "
-            "ALiBi, can be read so; delete the entry to read it as a decoder"
+            f"config.json: {IS_CAUSAL}={c[IS_CAUSAL]!r}: only a model of one stack, without "
+            "windows and ALiBi, can be read so; delete the entry to read it as a decoder"
         )
     return replace(stack, masks=(full(),))
 

@@ -54,7 +54,8 @@ def _read_rotation(c: Json, head_width: int) -> Rope:
     """The rotation. Its base and its fraction have names of their own in older files."""
     entries = {name: c.get(name) for name in (LENGTH, "rope_parameters", "rope_scaling")}
     older = {"rope_theta": get(c, "rotary_emb_base", 1e4), PARTIAL: get(c, "rotary_pct", 0.25)}
-    rope = older | (entries["rope_parameters"] or {}) | (entries["rope_scaling"] or {})
+    newer = (entries["rope_parameters"] or {}) | (entries["rope_scaling"] or {})
+    rope = older | {name: value for name, value in newer.items() if value is not None}
     # transformers 5 does not read these two outside of rope_parameters
     only(c, rope_theta=rope["rope_theta"], partial_rotary_factor=rope[PARTIAL])
     if int(head_width * rope[PARTIAL]) % 2:

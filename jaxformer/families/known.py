@@ -47,7 +47,7 @@ from jaxformer.families import (
     vit_mae,
     whisper,
 )
-from jaxformer.families.causality import NAME as IS_CAUSAL, causal_twin, read_causality
+from jaxformer.families.causality import IS_CAUSAL, causal_twin, read_causality
 from jaxformer.families.comparison import fields_with_effect
 from jaxformer.families.family import Family, plan
 from jaxformer.families.tied_head import Config, with_stack

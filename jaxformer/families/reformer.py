@@ -13,6 +13,7 @@ from jaxformer.families.settings import (
     Json,
     Key,
     get,
+    get_list,
     layer_kinds,
     only,
     read_fields,
@@ -54,7 +55,7 @@ LOCAL = {
 
 def _read_reformer(c: Json, names: Collection[str]) -> ModelConfig:
     fields, lsh, local = (read_fields(c, table) for table in (REFORMER, LSH, LOCAL))
-    layers = c["attn_layers"]
+    layers = get_list(c, "attn_layers")
     L = get(c, "num_hidden_layers", len(layers) or 1)
     kinds = layer_kinds("attn_layers", layers, L, "local", "lsh")
     chunks = {"lsh": lsh["chunk"], "local": local["chunk"]}
@@ -101,7 +102,7 @@ def _read_positions(c: Json) -> dict[str, Any]:
     """The fields of positions, with the context length."""
     if not get(c, "axial_pos_embds", True):
         return {"context_length": get(c, "max_position_embeddings"), "positions": Learned()}
-    shape, widths = c["axial_pos_shape"], c["axial_pos_embds_dim"]
+    shape, widths = get_list(c, "axial_pos_shape"), get_list(c, "axial_pos_embds_dim")
     are_pairs = [len(shape), len(widths)] == [2, 2]
     if not are_pairs or any(type(n) is not int or n < 1 for n in (*shape, *widths)):
         raise ConfigError(

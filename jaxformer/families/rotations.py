@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxformer.errors import ConfigError
-from jaxformer.families.settings import Json, get, only
+from jaxformer.families.settings import Json, get, get_list, only
 from jaxformer.ops.positions import (
     NTK,
     Layout,
@@ -179,7 +179,8 @@ def _read_scaling(c: Json, rope: Json, kind: str) -> list[Any]:
         settings["beta_fast"] = rope.get("beta_fast") or 32.0
         settings["beta_slow"] = rope.get("beta_slow") or 1.0
     if kind == "longrope":
-        settings |= {key: tuple(map(float, rope[key])) for key in ("short_factor", "long_factor")}
+        factors = ("short_factor", "long_factor")
+        settings |= {key: tuple(map(float, get_list(rope, key))) for key in factors}
         if ATTENTION not in settings:
             settings[ATTENTION] = _long_rope_factor(stretch, original)
     needed = (name for name in fields if name != ATTENTION or name in settings)  # it has a default

@@ -57,6 +57,16 @@ def with_own_names(c: Json, other_names: Mapping[str, str]) -> Json:
     return own | {other_names[name]: value for name, value in others.items()}
 
 
+def get_list(c: Json, name: str) -> list:
+    """An entry of config.json that must be a list."""
+    value = c.get(name)
+    if not isinstance(value, list | tuple):
+        raise ConfigError(
+            f"config.json: {name}={reprlib.repr(value)}: expected a list, which this model needs"
+        )
+    return list(value)
+
+
 def check_layers(c: Json, tensors: int) -> None:
     """Refuses more layers or experts than `tensors`, the number of tensors in the file."""
     for name in LAYERS_OR_EXPERTS:

@@ -164,6 +164,27 @@ def test_a_file_without_a_head_is_tied(tmp_path):
     assert_loads(folder, "llama_gqa")
 
 
+@pytest.mark.parametrize(
+    "name, absent",
+    [
+        ("reformer", "attn_layers"),
+        ("reformer", "axial_pos_shape"),
+        ("reformer", "axial_pos_embds_dim"),
+        ("phi3_long", "short_factor"),
+        ("phi3_long", "long_factor"),
+    ],
+)
+def test_a_list_that_is_missing_is_named(name, absent, tmp_path):
+    config = golden.config(name)
+    if absent.endswith("factor"):
+        rope = {key: value for key, value in config["rope_parameters"].items() if key != absent}
+        settings = {"rope_parameters": rope, "rope_scaling": ...}
+    else:
+        settings = {absent: ...}
+    with pytest.raises(ConfigError, match=rf"{absent}=None: expected a list"):
+        families.read_config(runs.altered(tmp_path, name, **settings))
+
+
 def test_a_reformer_that_does_not_say_whether_it_is_tied(tmp_path):
     """None is: its head reads two streams, and was taken for a missing one."""
     folder = runs.altered(tmp_path, "reformer", tie_word_embeddings=...)

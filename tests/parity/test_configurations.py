@@ -146,3 +146,24 @@ def test_every_activation_without_parameters_is_computed():
         np.testing.assert_allclose(
             OURS[ours](jnp.asarray(x)), expected, rtol=1e-6, atol=5e-6, err_msg=name
         )
+
+
+# names of transformers that change no number here, or that the family reads itself
+NOT_RENAMED = {"deepseek_v3": {"num_mtp_layers"}, "qwen3_moe": {"num_experts"}}
+# names that the config class takes in its constructor
+TAKEN = {"bloom": {"n_embed": "hidden_size"}, "falcon": {"n_embed": "hidden_size"}}
+
+
+@pytest.mark.parity
+def test_other_names_are_those_of_transformers():
+    from transformers import CONFIG_MAPPING
+
+    from jaxformer import families
+
+    for kind, family in families.FAMILIES.items():
+        theirs = {
+            name: own
+            for name, own in CONFIG_MAPPING[kind].attribute_map.items()
+            if name not in NOT_RENAMED.get(kind, ())
+        }
+        assert family.other_names == theirs | TAKEN.get(kind, {}), kind
