@@ -79,4 +79,9 @@ def advice_for(
                 f"set vocab_size={rows[0]} in config.json; then "
                 "models.adaptation.resize_vocabulary gives the model another size"
             )
+    if absent and not file.config.get("architectures"):
+        return (
+            "config.json does not name the class that wrote the file: set architectures, "
+            "or give heads=() for the stack alone"
+        )
     return "see allow_missing, allow_unexpected and heads of families.load"

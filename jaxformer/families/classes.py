@@ -39,7 +39,8 @@ def heads_by_class(
 def class_kind(c: Json, prefix: str, kinds: Collection[str]) -> str:
     """The class that wrote the file, one of `kinds` (default: the first). Raises ConfigError."""
     names = [prefix + kind for kind in kinds]
-    architecture = (c.get("architectures") or names)[0]
+    architectures = c.get("architectures") or names
+    architecture = architectures if isinstance(architectures, str) else architectures[0]
     # the first conversions of LLaMA say LLaMAForCausalLM
     name = next((name for name in names if name.lower() == str(architecture).lower()), None)
     if name is None:

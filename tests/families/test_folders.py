@@ -152,10 +152,22 @@ def test_a_flag_may_be_null(flag, tmp_path):
     assert_loads(folder, "llama_mha")
 
 
-@pytest.mark.parametrize("name", ["LLaMAForCausalLM", "LlamaForCausalLM"])
-def test_an_old_class_name_is_known(name, tmp_path):
-    folder = runs.altered(tmp_path, "llama_mha", architectures=[name])
+@pytest.mark.parametrize(
+    "classes", [["LLaMAForCausalLM"], ["LlamaForCausalLM"], "LlamaForCausalLM"]
+)
+def test_an_old_class_name_is_known(classes, tmp_path):
+    folder = runs.altered(tmp_path, "llama_mha", architectures=classes)
     assert_loads(folder, "llama_mha")
+
+
+def test_a_bare_file_that_names_no_class_is_refused_with_what_to_say(tmp_path):
+    def bare(arrays):
+        return {name: array for name, array in arrays.items() if name != "lm_head.weight"}
+
+    folder = runs.altered(tmp_path, "llama_mha", bare, architectures=...)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight.*set architectures"):
+        families.load(folder)
+    assert families.load(folder, heads=()).config.heads == ()
 
 
 def test_a_file_without_a_head_is_tied(tmp_path):
