@@ -9,7 +9,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-BOUND = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?>=([\w.]+)")
+# a package, its lower bound, and perhaps the Pythons that it is for
+BOUND = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?>=([\w.]+)(?:; python_version >= '[\d.]+')?")
 
 
 def bounds(pyproject: dict) -> dict[str, str]:

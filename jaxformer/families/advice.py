@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 
-from jaxformer.families.family import Family, Tensor
+from jaxformer.families.family import Family
+from jaxformer.families.tensors import Tensor
 from jaxformer.families.tied_head import names_in_file
 from jaxformer.params import Spec
 

@@ -15,10 +15,11 @@ from jaxformer.errors import ConfigError
 from jaxformer.families import fused_experts
 from jaxformer.families.causality import read_causality
 from jaxformer.families.classes import write_labels
-from jaxformer.families.family import Family, plan
+from jaxformer.families.family import Family
 from jaxformer.families.known import FAMILIES, is_unknown, write_settings
 from jaxformer.families.parts import part_of
 from jaxformer.families.settings import check_layers, with_own_names
+from jaxformer.families.tensors import plan
 from jaxformer.families.tied_head import Config, with_stack, with_tie
 from jaxformer.families.tokens import (
     LISTS,

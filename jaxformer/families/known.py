@@ -49,7 +49,8 @@ from jaxformer.families import (
 )
 from jaxformer.families.causality import IS_CAUSAL, causal_twin, read_causality
 from jaxformer.families.comparison import fields_with_effect
-from jaxformer.families.family import Family, plan
+from jaxformer.families.family import Family
+from jaxformer.families.tensors import plan
 from jaxformer.families.tied_head import Config, with_stack
 from jaxformer.interop.safetensors import list_names
 from jaxformer.params import paths

@@ -14,8 +14,9 @@ from flax.traverse_util import unflatten_dict
 from jaxformer import models, params as parameters
 from jaxformer.errors import ConfigError
 from jaxformer.families.advice import advice_for
-from jaxformer.families.family import Family, Tensor, plan
+from jaxformer.families.family import Family
 from jaxformer.families.leaves import OnDevices, OnHost, empty_leaf
+from jaxformer.families.tensors import Tensor, plan
 from jaxformer.families.tied_head import Config, names_in_file
 from jaxformer.interop import safetensors
 from jaxformer.interop.safetensors import list_names

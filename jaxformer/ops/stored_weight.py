@@ -140,3 +140,15 @@ def _converted_product(x: Array, values: Array) -> Array:
     Without the barrier XLA:CPU would convert them in a slow loop.
     """
     return cpu.lines_product(x, cpu.barrier(values.astype(x.dtype)))
+
+
+def plain_matrix(w: Array | StoredWeight | BlockWeight, dtype) -> Array:
+    """A weight of decoding as an array, for products over another axis than it is stored for."""
+    if isinstance(w, BlockWeight):
+        w = w.wide(dtype)
+    if not isinstance(w, StoredWeight):
+        return w
+    values = w.values
+    if w.scale is not None:
+        values = values * w.scale[..., None]
+    return values.transpose([w.order.index(axis) for axis in range(values.ndim)])

@@ -94,13 +94,7 @@ def build(experiment: Any) -> Recipe:
     mesh = experiment.mesh
     model = pipelined(experiment.model, mesh)
     dtype = jnp.dtype(experiment.activation_dtype)
-    in_parts = experiment.accumulation > 1 or (mesh.backend == "pmap" and mesh.data != 1)
-    if in_parts and getattr(experiment.objective, "whole_batch", False):
-        settings = f"accumulation={experiment.accumulation}, mesh.backend={mesh.backend}"
-        raise ConfigError(
-            f"{settings}: this objective compares all rows of a batch; "
-            "expected accumulation=1, backend=jit"
-        )
+    check_whole_batch(experiment)
     averaged = getattr(experiment.optimizer, "averaged", None)
     if averaged is not None and experiment.ema_decay is not None:
         name = type(experiment.optimizer).__name__
@@ -113,12 +107,6 @@ def build(experiment: Any) -> Recipe:
     if experiment.after_update is not None:
         check_after_update(experiment, spec)
 
-    def multiplied(weights: Tree) -> Tree:
-        """The model's parameters as the products of a training step read them."""
-        if experiment.precision != "float8":
-            return weights
-        return with_float8_weights(models.spec(model), weights)
-
     objective = with_context(experiment.objective)
     reporting = rms.with_rms(model) if "activation" in experiment.rms else model
 
@@ -127,7 +115,7 @@ def build(experiment: Any) -> Recipe:
     ) -> LossSums:
         trained = optimizers.freeze(trained, spec, frozen)
         context = parts.context(trained, key, dtype, step, references)
-        weights = multiplied(parts.weights(trained))
+        weights = for_products(experiment.precision, model, parts.weights(trained))
         sums = checked(objective(reporting, weights, batch, context))
         return replace(sums, updates=parts.updates(sums.updates))
 
@@ -157,6 +145,25 @@ def build(experiment: Any) -> Recipe:
         averaged=averaged,
         **{name: getattr(experiment, name) for name in COPIED},
     )
+
+
+def check_whole_batch(experiment: Any) -> None:
+    """Raises ConfigError if a batch is cut whose rows the objective compares with each other."""
+    mesh = experiment.mesh
+    in_parts = experiment.accumulation > 1 or (mesh.backend == "pmap" and mesh.data != 1)
+    if in_parts and getattr(experiment.objective, "whole_batch", False):
+        settings = f"accumulation={experiment.accumulation}, mesh.backend={mesh.backend}"
+        raise ConfigError(
+            f"{settings}: this objective compares all rows of a batch; "
+            "expected accumulation=1, backend=jit"
+        )
+
+
+def for_products(precision: str, model: Any, weights: Tree) -> Tree:
+    """The model's parameters as the products of a training step read them."""
+    if precision != "float8":
+        return weights
+    return with_float8_weights(models.spec(model), weights)
 
 
 def check_after_update(experiment: Any, spec: Tree) -> None:

@@ -44,7 +44,7 @@ from jaxformer.ops.attention.cached import (
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.einsum import einsum
 from jaxformer.ops.positions import Rope, rope
-from jaxformer.ops.stored_weight import BlockWeight, StoredWeight
+from jaxformer.ops.stored_weight import plain_matrix
 from jaxformer.params import Spec, linear as map_without_bias
 from jaxformer.sharding import with_logical_constraint
 
@@ -56,18 +56,6 @@ def absorb(query: Float[Array, "B T N H"], key: Float[Array, "C N P"]) -> Float[
     """
     content, rotated = jnp.split(query, [key.shape[-1]], axis=-1)
     return jnp.concatenate([einsum("btnp,cnp->btnc", content, key), rotated], axis=-1)
-
-
-def _unstored(weight: Array | StoredWeight | BlockWeight, dtype) -> Array:
-    """The matrix of a weight of decoding, which is stored for products over another axis."""
-    if isinstance(weight, BlockWeight):
-        weight = weight.wide(dtype)
-    if not isinstance(weight, StoredWeight):
-        return weight
-    values = weight.values
-    if weight.scale is not None:
-        values = values * weight.scale[..., None]
-    return values.transpose([weight.order.index(axis) for axis in range(values.ndim)])
 
 
 @dataclass(frozen=True)
@@ -218,7 +206,7 @@ class LatentAttention:
         write_first = T == 1 and B <= 32  # a single token is written before the slots are read
         if write_first:
             state = cached.write(write_token, state, new, new_positions)
-        query = absorb(query, _unstored(params["key"]["kernel"], query.dtype))
+        query = absorb(query, plain_matrix(params["key"]["kernel"], query.dtype))
         old = state["latent"]
         weights = None
         if context.tap.asks("weights"):
@@ -237,6 +225,6 @@ class LatentAttention:
             out = cached.attention(query, positions, slots, new_slots, call, widths, width)
         if not write_first:
             state = cached.write(write_slots, state, new, new_positions, out)
-        value = _unstored(params["value"]["kernel"], query.dtype)
+        value = plain_matrix(params["value"]["kernel"], query.dtype)
         out = einsum("btnc,cnh->btnh", out[..., : self.rank], value)
         return (out if weights is None else (out, weights)), state

@@ -10,7 +10,7 @@ import pytest
 from jaxformer import families, zoo
 from jaxformer.errors import ConfigError
 from jaxformer.families import detr
-from jaxformer.families.family import plan
+from jaxformer.families.tensors import plan
 from jaxformer.families.tied_head import names_in_file
 from jaxformer.zoo import resnet
 from tests import golden

@@ -10,7 +10,7 @@ import pytest
 from jaxformer import families, models
 from jaxformer.errors import ConfigError
 from jaxformer.families import bert, bigbird, longformer
-from jaxformer.families.family import plan
+from jaxformer.families.tensors import plan
 from jaxformer.params import paths
 from tests import golden
 from tests.families import calls, golden_runs as runs

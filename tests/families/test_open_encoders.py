@@ -6,7 +6,7 @@ import pytest
 from jaxformer import families, models, params
 from jaxformer.errors import ConfigError
 from jaxformer.families import albert, deberta_v2, electra, modernbert
-from jaxformer.families.family import plan
+from jaxformer.families.tensors import plan
 from jaxformer.masks import full, window
 from jaxformer.ops.positions import Rope
 from jaxformer.params import paths

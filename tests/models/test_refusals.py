@@ -287,7 +287,9 @@ WORDS = [
         dataclasses_of(models, models.config, *ZOO, vision, ops, ops.positions), key=str
     )
     for field in fields(cls)
-    if get_origin(field.type) is Literal
+    # some take a function too
+    if Literal in map(get_origin, (field.type, *get_args(field.type)))
+    and {type(None), str} & {field.type, *get_args(field.type)} == set()
 ]
 
 

@@ -100,7 +100,7 @@ def test_results_are_strict_json(tmp_path, capsys, monkeypatch):
         and scores["grad_norm"] == math.inf
         and scores["signature"] == "NaN-free"
     )
-    run = SimpleNamespace(folder=folder, evaluate=lambda int8: ODD)
+    run = SimpleNamespace(folder=folder, evaluate=lambda int8, stored: ODD)
     monkeypatch.setattr(commands, "run_of", lambda options, overrides: run)
     assert commands.evaluate(["tiny"]) == 0
     assert strict(capsys.readouterr().out)["loss"] == "NaN"

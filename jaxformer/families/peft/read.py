@@ -11,7 +11,7 @@ import numpy as np
 from jaxformer import models
 from jaxformer.config import read_json
 from jaxformer.errors import ConfigError
-from jaxformer.families.family import Family, Tensor, plan
+from jaxformer.families.family import Family
 from jaxformer.families.folder import Checkpoint
 from jaxformer.families.peft.adapter import (
     CONFIG,
@@ -26,6 +26,7 @@ from jaxformer.families.peft.adapter import (
     inputs_first,
 )
 from jaxformer.families.settings import Json, get, only
+from jaxformer.families.tensors import Tensor, plan
 from jaxformer.interop import safetensors
 from jaxformer.interop.safetensors import list_names
 from jaxformer.models import adaptation

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxformer import models
-from jaxformer.families.family import Family, Tensor, plan
+from jaxformer.families.family import Family
 from jaxformer.families.folder import Checkpoint
 from jaxformer.families.peft.adapter import (
     CONFIG,
@@ -24,6 +24,7 @@ from jaxformer.families.peft.adapter import (
     family_of,
     inputs_first,
 )
+from jaxformer.families.tensors import Tensor, plan
 from jaxformer.interop import safetensors
 from jaxformer.params import Spec, paths
 

@@ -6,7 +6,7 @@ an array of one byte a pair, but make no array of scores.
 """
 
 import importlib.util
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +56,10 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     Raises NotImplementedError for what `refuses` names.
     """
     refuse("tokamax", refuses(query, key, value, call))
+    return _attend(query, key, value, call)
+
+
+def _attend(query: Array, key: Array, value: Array, call: Call) -> Array:
     (B, T), (S, K) = query.shape[:2], key.shape[1:3]
     planned = plan(call.mask, T, S)
     visible = None if planned.rest is None else planned.rest.dense(T, S)
@@ -72,7 +76,7 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
         return P(*(entry if size > 1 else None for size, entry in entries))
 
     def run_on_device(query, key, value, bias, visible):
-        return run(query, key, value, bias, visible, planned.options, call)
+        return run(query, key, value, bias, visible, planned.options, call.scale, call.softcap)
 
     in_specs = *[split.spec] * 3, spec(bias), spec(visible)
     return split.run(run_on_device, in_specs, split.spec, query, key, value, bias, visible)
@@ -85,10 +89,11 @@ def run(
     bias: Array | None,
     visible: Array | None,
     options: dict[str, Any],
-    call: Call,
+    scale: float,
+    softcap: float | None,
 ) -> Array:
-    """The call on one device. A query that sees no key yields zeros and no gradient."""
-    from tokamax import dot_product_attention
+    """The planned call on one device. A query that sees no key yields zeros and no gradient."""
+    from tokamax import dot_product_attention  # pyrefly: ignore[missing-import]
 
     sees_a_key = None
     if visible is not None:
@@ -96,17 +101,18 @@ def run(
         sees_a_key = jnp.any(reached, axis=-1)
         # such a query looks at all keys, so that its softmax is finite; its result is replaced
         visible = visible | ~sees_a_key[..., None]
-    out = dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        visible,
-        scale=call.scale,
-        logits_soft_cap=call.softcap,
-        implementation=IMPLEMENTATIONS[platform()],
-        **options,
-    )
+    with jax.numpy_rank_promotion("allow"):  # theirs adds axes, whatever the user allows
+        out = dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            visible,
+            scale=scale,
+            logits_soft_cap=softcap,
+            implementation=IMPLEMENTATIONS[platform()],
+            **options,
+        )
     if sees_a_key is None:
         return out
     return jnp.where(sees_a_key.swapaxes(1, 2)[..., None], out, 0)
@@ -138,7 +144,19 @@ def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
         return "empty queries or keys"
     if mask_bytes(call, T, S) > MOST_BYTES:
         return f"mask {call.mask} of {T} x {S} pairs, which would be an array"
-    return refuses_here(query, key)
+    return refuses_here(query, key) or _declined(query, key, value, call)
+
+
+def _declined(query: Array, key: Array, value: Array, call: Call) -> str | None:
+    """What the package itself refuses, such as a head width: it says so while it is traced."""
+    if platform() == "cpu":  # its definition takes all calls
+        return None
+    try:
+        jax.eval_shape(partial(_attend, call=call), query, key, value)
+    except (NotImplementedError, ExceptionGroup) as error:
+        first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        return f"such call: {' '.join(str(first).split())[:200]}"
+    return None
 
 
 def mask_bytes(call: Call, T: int, S: int) -> int:
@@ -159,7 +177,8 @@ def refuses_here(query: Array, key: Array) -> str | None:
         return f"kernel for {platform()}"
     if platform() != jax.default_backend():
         return f"{platform()} in this process"  # it asks the device at hand what to compile
-    if device_count(share(*query.shape[:2], key.shape[2]).length) > 1:
+    B, T = query.shape[:2]
+    if device_count(share(B, T, key.shape[2]).length) > 1:
         return "queries split over mesh.context"
     if not is_installed():
         return "package tokamax (pip install 'jaxformer[kernels]', Python 3.12)"

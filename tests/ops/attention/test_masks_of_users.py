@@ -16,10 +16,19 @@ import pytest
 
 from jaxformer import masks, ops, zoo
 from jaxformer.masks import Mask, rules
-from jaxformer.ops.attention import blocks, blockwise, cached, cudnn, query_blocked, ring, splash
+from jaxformer.ops.attention import (
+    blocks,
+    blockwise,
+    cached,
+    cudnn,
+    query_blocked,
+    ring,
+    splash,
+    tokamax,
+)
 from jaxformer.ops.attention.call import Call
 from jaxformer.ops.attention.kernel import never_refuses
-from jaxformer.ops.attention.reference import REFERENCE, reference
+from jaxformer.ops.attention.reference import REFERENCE, reference, softmax
 
 T, N = 8, 2
 # float32 sums of 8 terms of order one
@@ -76,6 +85,18 @@ def by_cudnn(query, key, value, *, mask, scale):
     return cudnn.run(
         query, key, value, bias=None, scale=scale, planned=planned, implementation="xla"
     )
+
+
+def by_tokamax(query, key, value, *, mask, scale):
+    """What the package is told to show; the package itself may be absent."""
+    options, rest = tokamax.plan(mask.sized(T), T, T)
+    shown = tokamax._named(options, T, T)
+    if rest is not None:
+        shown = shown & rest.dense(T, T)
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    scores = scale * jnp.einsum("btnh,bsnh->bnts", query, key)
+    weights = softmax(jnp.where(shown, scores, -jnp.inf), None)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
 def by_splash(query, key, value, *, mask, scale):
@@ -136,6 +157,7 @@ EXACT = {
     "ops.attention.blockwise.attention": called(blockwise.attention),
     "ops.attention.cached.attention": by_cache,
     "ops.attention.cudnn.attention": by_cudnn,
+    "ops.attention.tokamax.attention": by_tokamax,
     "ops.attention.query_blocked.attention": called(query_blocked.attention),
     "ops.attention.ring.attention": called(ring.attention),
     "ops.attention.ring.blockwise_or_ring": called(ring.blockwise_or_ring),
@@ -152,6 +174,11 @@ OTHERS = {
     "ops.attention.kernel.never_refuses": lambda mask: never_refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.cudnn.plan": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
     "ops.attention.cudnn.refuses": lambda mask: isinstance(cudnn.plan(mask, T, T), str),
+    "ops.attention.tokamax.plan": lambda mask: len(tokamax.plan(mask, T, T).options),
+    "ops.attention.tokamax.mask_bytes": lambda mask: tokamax.mask_bytes(Call(mask), T, T),
+    "ops.attention.tokamax.refuses": lambda mask: isinstance(
+        tokamax.refuses(QUERY, KEY, VALUE, Call(mask)), str
+    ),
     "ops.attention.ring.refuses": lambda mask: ring.refuses(QUERY, KEY, VALUE, Call(mask)),
     "ops.attention.query_blocked.is_cheaper": lambda mask: query_blocked.is_cheaper(
         QUERY, KEY, Call(mask)

@@ -136,6 +136,24 @@ def test_what_it_lacks_is_refused_by_name(stand_in, monkeypatch):
     assert refusal() == "kernel for tpu"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [NotImplementedError("head width 8"), ExceptionGroup("all", [NotImplementedError("width 8")])],
+    ids=["one", "all"],
+)
+def test_what_the_package_declines_is_refused_by_its_words(stand_in, monkeypatch, error):
+    """On a GPU it has several kernels, and each may decline."""
+
+    def declines(*arrays, **options):
+        raise error
+
+    arguments = (*arrays(7, 7), Call(masks.causal(), scale=0.5))
+    assert tokamax._declined(*arguments) is None  # on this CPU
+    monkeypatch.setattr(tokamax, "platform", lambda: "gpu")
+    monkeypatch.setattr(sys.modules["tokamax"], "dot_product_attention", declines)
+    assert "width 8" in tokamax._declined(*arguments)
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_package_computes_what_the_reference_does(dtype):
