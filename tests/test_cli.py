@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 
 from jaxformer import cli
+from jaxformer.cli import runs
 from jaxformer.cli.arguments import Parser
+from jaxformer.errors import ConfigError
+from jaxformer.ops.quantised import NF4, Int4
 from tests.tiny import EXPERIMENT, TEXT, furnish
 
 TINY = [
@@ -637,3 +640,14 @@ def test_a_text_longer_than_its_distances_fit_is_refused_at_once(length, workpla
     assert code == 2
     assert "length" in error
     assert len(error) < 400
+
+
+@pytest.mark.parametrize("text, form", [("NF4", NF4()), ("Int4(32)", Int4(32)), (None, None)])
+def test_stored_weights_are_named_by_a_form(text, form):
+    assert runs.form_of(text) == form
+
+
+@pytest.mark.parametrize("text", ["int3", "3", "NF4(7)", "open"])
+def test_stored_weights_of_no_form_are_refused(text):
+    with pytest.raises(ConfigError):
+        runs.form_of(text)

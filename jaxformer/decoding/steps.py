@@ -14,12 +14,12 @@ from jaxformer import models
 from jaxformer.decoding.cache import Cache
 from jaxformer.models import Embedding, EncoderDecoder, ModelConfig, Patches
 from jaxformer.models.stacks import layout
-from jaxformer.ops.quantised import dequantise, quantise
 from jaxformer.ops.stored_weight import (
     BlockWeight,
     StoredWeight,
     block_weight,
     int8_weight,
+    plain_matrix,
     to_int8,
 )
 from jaxformer.params import Spec, Tree, map_with_name, paths
@@ -58,10 +58,7 @@ def quantize(config: ModelConfig | EncoderDecoder, params: Tree, form: Any = Non
     bits a number. `ops.einsum` multiplies by these matrices; other functions refuse them. Routed
     experts keep their precision, and so does a table of tokens that is not the head's.
     """
-    tied = models.last_stack(config).tie_embeddings
-    if form is None:
-        return _prepare(config, _in_int8, tied, params)
-    return _prepare(config, _in_blocks, (tied, form), params)
+    return _prepare(config, _quantized, (models.last_stack(config).tie_embeddings, form), params)
 
 
 def round_to_int8(spec: Tree, params: Tree) -> Tree:
@@ -79,10 +76,7 @@ def round_to_blocks(form: Any, spec: Tree, params: Tree) -> Tree:
 
     def rounded(leaf: Array, axes: tuple[int, ...]) -> Array:
         order = (*(i for i in range(leaf.ndim) if i not in axes), *axes)
-        stored = leaf.transpose(order)
-        lines = stored.reshape(*stored.shape[: leaf.ndim - len(axes)], -1)
-        lines = dequantise(*quantise(lines, form), form, lines.shape[-1])
-        return lines.reshape(stored.shape).transpose(np.argsort(order).tolist())
+        return plain_matrix(block_weight(leaf, order, len(axes), form), jnp.float32)
 
     return _round(rounded, spec, params)
 
@@ -161,21 +155,17 @@ def _transposed(dtype, spec: Spec, leaf: Array) -> Array | StoredWeight:
     return StoredWeight(leaf.transpose(order), order)
 
 
-def _in_int8(tied: bool, spec: Spec, leaf: Array) -> Array | StoredWeight:
-    if _is_table(spec) and (tied or spec.contracts):
-        return int8_weight(leaf, (0, 1), 1)
-    if not spec.contracts or "expert" in spec.axes:
-        return leaf
-    return int8_weight(leaf, _order(spec), len(spec.contracts))
-
-
-def _in_blocks(option, spec: Spec, leaf: Array) -> Array | BlockWeight:
+def _quantized(option, spec: Spec, leaf: Array) -> Array | StoredWeight | BlockWeight:
+    """A matrix in int8, or in a form's blocks; `option` is (whether the head is tied, form)."""
     tied, form = option
+    order, summed = _order(spec), len(spec.contracts)
     if _is_table(spec) and (tied or spec.contracts):
-        return block_weight(leaf, (0, 1), 1, form)
-    if not spec.contracts or "expert" in spec.axes:
+        order, summed = (0, 1), 1
+    elif not spec.contracts or "expert" in spec.axes:
         return leaf
-    return block_weight(leaf, _order(spec), len(spec.contracts), form)
+    if form is None:
+        return int8_weight(leaf, order, summed)
+    return block_weight(leaf, order, summed, form)
 
 
 def _order(spec: Spec) -> tuple[int, ...]:

@@ -3,7 +3,7 @@ what is compiled."""
 
 import itertools
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import chex
@@ -643,7 +643,17 @@ def test_weights_in_8_bits(name):
     assert len(decoding.generate(config, small, [[1, 2], [3]], 4)[0]) == 4
 
 
-@pytest.mark.parametrize("form", [NF4(8), Int4(6), Int8(16)], ids=str)
+@dataclass(frozen=True)
+class Ternary:
+    """A form of a user's own."""
+
+    block: int = 4
+
+    def levels(self):
+        return np.array([-1, 0, 1], np.float32)
+
+
+@pytest.mark.parametrize("form", [NF4(8), Int4(6), Int8(16), Ternary()], ids=str)
 def test_weights_in_blocks_of_few_bits_are_their_rounded_selves(form):
     """The product is that of the rounded matrix; a table of 4 bits is looked up row by row. The
     last block of a line may have padding: D = 16 is no multiple of 6."""

@@ -161,7 +161,10 @@ def test_matrices_of_layers_alone_are_in_eight_bits():
     model = MODELS["experts"]
     spec = models.spec(model)
     read = with_float8_weights(spec, models.init(model, jax.random.key(0)))
-    is_weight = lambda leaf: isinstance(leaf, Float8Weight)
+
+    def is_weight(leaf):
+        return isinstance(leaf, Float8Weight)
+
     flags = params.paths(jax.tree.map(is_weight, read, is_leaf=is_weight))
     chosen = {path for path, flag in flags.items() if flag}
     assert chosen == {

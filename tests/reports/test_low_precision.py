@@ -120,7 +120,10 @@ def test_every_matrix_is_stored_in_blocks_however_its_sizes_divide(form):
     model = replace(MODEL, d_ff=22)
     weights = models.init(model, jax.random.key(0))
     small = decoding.quantize(model, weights, form)
-    is_stored = lambda leaf: isinstance(leaf, BlockWeight)
+
+    def is_stored(leaf):
+        return isinstance(leaf, BlockWeight)
+
     leaves = jax.tree.leaves(small, is_leaf=is_stored)
     assert "heads" not in weights  # the table is the head
     stored = [leaf for leaf in leaves if is_stored(leaf)]

@@ -8,6 +8,7 @@ import jax
 from jaxformer.models.config import ModelConfig
 from jaxformer.ops.einsum import PRODUCT
 
+POLICIES = ("none", "dots", "qkv", "attention", "full")  # the words of `ModelConfig.remat`
 HEADS = ("query", "key", "value")  # the names of what attention reads, for policies
 
 

@@ -16,12 +16,12 @@ from jaxformer.decoding import init_cache
 from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import EncoderDecoder, ModelConfig, cost
 from jaxformer.models.config import Patches
+from jaxformer.models.stacks.remat import POLICIES
 from jaxformer.params import Spec
 from jaxformer.tools.planning import flops
 
 # tokens of a text: the visible pairs of a mask are counted by their distances, in memory
 LONGEST = 2**24
-REMAT = ("none", "dots", "qkv", "attention", "full")
 PARTS = ("embedding", "attention", "cross_attention", "feedforward", "shared", "norms", "heads")
 SCORES = "scores and their products with values"
 
@@ -199,7 +199,7 @@ def table(config: ModelConfig | EncoderDecoder, length: int, batch: int = 1) -> 
     if isinstance(config, ModelConfig) and not isinstance(config.embedding, Patches):
         sizes = [
             f"{name} {kept_bytes(replace(config, remat=name), length, batch) / 1e6:,.1f} MB"
-            for name in REMAT
+            for name in POLICIES
         ]
         lines.append(f"training keeps, by remat: {', '.join(sizes)}")
         lines.append(

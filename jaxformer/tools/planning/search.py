@@ -21,6 +21,7 @@ from jaxformer.errors import ConfigError, check_whole
 from jaxformer.models import ModelConfig, cost
 from jaxformer.models.feedforward import feed
 from jaxformer.models.stacks import layout
+from jaxformer.models.stacks.remat import POLICIES
 from jaxformer.tools.planning.plan import Plan, plan
 from jaxformer.training import optimizers
 from jaxformer.training.recipe import trained_weights
@@ -95,7 +96,7 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     # sums in each layer
     weights = (2 * width + 4) * gathered / 4 / split / shape["expert"] if shape["fsdp"] > 1 else 0
     summed = 2 * local if shape["data"] > 1 else 0
-    sums = 6 if model.remat in ("full", "attention") else 4
+    sums = 6 if model.remat in ("full", "attention", "qkv") else 4
     reduced = sums * 2 * L * stream * (split - 1) / split
     blocking = total * recomputed / devices / (chip.peak * chip.reached) + reduced / link
     return Estimate(peak, max(blocking, (weights + summed) / far))
@@ -155,9 +156,7 @@ def candidates(experiment: Any, devices: int) -> Iterator[Any]:
         if tensor * expert * data * fsdp != rest or tensor > 16 or data % mesh.slices:
             continue
         sizes = replace(mesh, data=data, fsdp=fsdp, tensor=tensor, expert=expert, **fixed)
-        for micro, remat in itertools.product(
-            MICRO_BATCHES, ("none", "dots", "qkv", "attention", "full")
-        ):
+        for micro, remat in itertools.product(MICRO_BATCHES, POLICIES):
             yield replace(
                 experiment,
                 mesh=sizes,
