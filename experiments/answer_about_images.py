@@ -25,96 +25,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.nn.initializers import normal
 
+from experiments import _sort_of_clevr as clevr
 from jaxformer import models
-from jaxformer.data import scenes
-from jaxformer.data.batching import digest_of_drawn, every_row
-from jaxformer.data.scenes import COLOURS, SHAPES
-from jaxformer.data.sources import Dataset, read_example
+from jaxformer.data.batching import every_row
+from jaxformer.data.drawn import Drawn, dataset_of_drawn
+from jaxformer.data.sources import Dataset
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.metric import Evaluation
-from jaxformer.evaluation.questions import most_frequent
 from jaxformer.masks import full, window
 from jaxformer.models import Axial, EncoderDecoder, ModelConfig, Patches
-from jaxformer.models.embedding import look_up
-from jaxformer.models.layer import Embedder
-from jaxformer.params import Spec
 from jaxformer.tools.analysis import answered, figures
 from jaxformer.training import Cosine, Experiment, Muon, TokenCrossEntropy
-
-SIZE, RADIUS, APART = 48, 4.0, 9.0  # pixels: of a side, of a shape, between two centres
-NUMBERS = ("one", "two", "three", "four", "five", "six")
-QUESTIONS = {
-    "shape": "what shape is {} ?",
-    "side": "is {} left or right ?",
-    "height": "is {} above or below ?",
-    "closest": "what shape is closest to {} ?",
-    "furthest": "what shape is furthest from {} ?",
-    "count": "how many have the shape of {} ?",
-}
-RELATIONAL = ("closest", "furthest", "count")
-ANSWERS = (*SHAPES[:2], "left", "right", "above", "below", *NUMBERS)
-WORDS = ["", *sorted({*" ".join(QUESTIONS.values()).split(), *ANSWERS, *COLOURS} - {"{}"})]
-ASKED = [(kind, k) for kind in QUESTIONS for k in range(len(COLOURS))]  # about every image
-LONGEST = max(len(text.split()) for text in QUESTIONS.values())  # words
-
-
-def answers(centres: np.ndarray, shapes: np.ndarray) -> np.ndarray:
-    """The answers [36], as words, to the questions about objects with these centres and shapes."""
-    distances = np.linalg.norm(centres[:, None] - centres[None], axis=2)
-    names = np.array(SHAPES)[shapes]
-    left, above = (centres < SIZE / 2).T
-    found = {
-        "shape": names,
-        "side": np.where(left, "left", "right"),
-        "height": np.where(above, "above", "below"),
-        "closest": names[distances.argsort(axis=1)[:, 1]],  # the first is the object itself
-        "furthest": names[distances.argmax(axis=1)],
-        "count": np.array(NUMBERS)[(shapes[:, None] == shapes[None]).sum(axis=1) - 1],
-    }
-    return np.array([WORDS.index(found[kind][k]) for kind, k in ASKED], np.int32)
-
-
-def tokens_of(text: str) -> list[int]:
-    """The number of each word, and zeros. Raises ConfigError for a word that no question has."""
-    words = text.split()
-    if unknown := [word for word in words if word not in WORDS[1:]]:
-        raise ConfigError(f"{unknown[0]!r} is no word of a question; expected {' '.join(WORDS)}")
-    return [*map(WORDS.index, words), *[0] * (LONGEST - len(words))]
-
-
-TEXTS = [QUESTIONS[kind].format(list(COLOURS)[k]) for kind, k in ASKED]
-TOKENS = np.array([tokens_of(text) for text in TEXTS], np.int32)
-
-
-class Scenes:
-    """Images with the answers to all questions. Example i is a function of (seed, i)."""
-
-    def __init__(self, count: int, seed: int):
-        self.count = count
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return self.count
-
-    __getitem__ = read_example
-
-    def objects(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(centres [6, 2], shapes [6]) of example `index`."""
-        rng = np.random.default_rng((self.seed, int(index)))
-        centres = scenes.place(rng, len(COLOURS), SIZE, RADIUS + 0.5, APART)
-        return centres, rng.integers(2, size=len(COLOURS))
-
-    def take_rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        rows = [self.objects(index) for index in indices]
-        centres, shapes = map(np.stack, zip(*rows, strict=True))
-        colours = np.broadcast_to(np.array(list(COLOURS.values())), (*shapes.shape, 3))
-        images = scenes.draw(centres, shapes, colours, SIZE, RADIUS)
-        labels = np.stack([answers(*row) for row in rows])
-        tokens = np.broadcast_to(TOKENS, (len(rows), *TOKENS.shape))
-        weights = np.ones(labels.shape, np.float32)
-        return {"source": images, "tokens": tokens, "labels": labels, "weights": weights}
 
 
 @dataclass(frozen=True)
@@ -126,48 +48,25 @@ class SortOfClevr:
     seed: int = 0  # of the images
 
     def open(self, model: Any) -> Dataset:
-        train = Scenes(self.examples, 2 * self.seed)
-        validation = Scenes(self.validation_examples, 2 * self.seed + 1)
-        digest = digest_of_drawn(str(self), train)
-        description = f"{self.examples:,} images with questions"
-        return Dataset(train, validation, digest, description, len(WORDS))
+        seed = 2 * self.seed
+        return dataset_of_drawn(
+            Drawn(clevr.objects, self.examples, seed, clevr.batch_of),
+            Drawn(clevr.objects, self.validation_examples, seed + 1, clevr.batch_of),
+            self,
+            f"{self.examples:,} images with questions",
+            vocab_size=len(clevr.WORDS),
+        )
 
     def generate(self, run: Any, key: Any, folder: Any, prompt: str | None = None) -> str:
         """A picture of a question about twelve unseen images, with the answers."""
-        question = TEXTS[0] if prompt is None else prompt
-        if question not in TEXTS:
-            raise ConfigError(f"--prompt {prompt!r}: expected one of {'; '.join(TEXTS)}")
-        batch = Scenes(12, 2 * self.seed + 1).take_rows(np.arange(12))
+        question = clevr.TEXTS[0] if prompt is None else prompt
+        if question not in clevr.TEXTS:
+            raise ConfigError(f"--prompt {prompt!r}: expected one of {'; '.join(clevr.TEXTS)}")
+        batch = self.open(run.model).validation.take_rows(np.arange(12))
         found, seen = ask(run.model, run.params, batch["source"])
-        rows = [(i, TEXTS.index(question)) for i in range(12)]
+        rows = [(i, clevr.TEXTS.index(question)) for i in range(12)]
         draw = partial(picture, batch, found, seen, rows)
         return str(figures.save(draw, folder / "answers.png"))
-
-
-def rarity(words: list[str], texts: list[str]) -> np.ndarray:
-    """The inverse document frequency of each word: log(texts / texts that have it)."""
-    counts = [sum(word in text.split() for text in texts) for word in words]
-    return np.log(len(texts) / np.maximum(counts, 1))
-
-
-def sum_of_words(config: ModelConfig) -> Embedder:
-    """The embedding of questions [B, T, words]: the sum of the vectors of a question's words.
-
-    A vector starts as long as its word is rare, so that a question is mostly its colour and kind.
-    """
-
-    def start(key: jax.Array, shape: tuple, dtype: Any) -> jax.Array:
-        scale = jnp.asarray(rarity(WORDS, TEXTS), dtype)[:, None]
-        return scale * normal(config.std)(key, shape, dtype)
-
-    def apply(params: Any, tokens: Any, inputs: Any, context: Any) -> jax.Array:
-        B, T, W = tokens.shape
-        x = look_up(params["tokens"], tokens.reshape(B, T * W), context.dtype)
-        is_word = (tokens != 0).astype(x.dtype)
-        return jnp.einsum("btwd,btw->btd", x.reshape(B, T, W, -1), is_word)
-
-    table = Spec((config.vocab_size, config.d_model), ("vocab", "embed"), start)
-    return Embedder({"tokens": table}, apply)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -183,7 +82,7 @@ def ask(model: Any, params: Any, images: np.ndarray) -> tuple[np.ndarray, np.nda
     parts = []
     for first in range(0, len(images), 100):
         part = jnp.asarray(images[first : first + 100])
-        tokens = jnp.broadcast_to(TOKENS, (len(part), *TOKENS.shape))
+        tokens = jnp.broadcast_to(clevr.TOKENS, (len(part), *clevr.TOKENS.shape))
         parts.append(run_on(model, params, part, tokens))
     found, seen = (np.concatenate(each) for each in zip(*parts, strict=True))
     return found, seen.reshape(*found.shape, *patches.grid)
@@ -191,51 +90,39 @@ def ask(model: Any, params: Any, images: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def accuracies(scored: Evaluation) -> dict[str, float]:
     """The scores that the head of this file explains; `answers.png` draws some answers."""
-    train, unseen = scored.dataset.train, scored.dataset.validation
-    batch = every_row(unseen)
-    labels = batch["labels"]
-    found, seen = ask(scored.model, scored.params, batch["source"])
+    train, unseen = scored.dataset.train, every_row(scored.dataset.validation)
+    found, seen = ask(scored.model, scored.params, unseen["source"])
     if scored.folder is not None and jax.process_index() == 0:
         # two questions of each kind, each about another image and another colour
-        rows = [(i, len(COLOURS) * i + i) for i in range(len(QUESTIONS))]
-        rows += [(6 + i, len(COLOURS) * i + (i + 3) % 6) for i in range(len(QUESTIONS))]
-        path = scored.folder / "answers.png"
-        figures.save(lambda: picture(batch, found, seen, rows), path)
-    learned = train.take_rows(np.arange(min(len(train), 4000)))["labels"]
-    pairs = ((text, str(x)) for row in learned.tolist() for text, x in zip(TEXTS, row, strict=True))
-    alone = np.array([int(word) for word in most_frequent(pairs).values()])  # in the order of TEXTS
-    relational = np.array([kind in RELATIONAL for kind, _ in ASKED])
-    scores = {}
-    for name, given in (("", found), ("_words_alone", alone)):
-        right = given == labels
-        scores[f"relational{name}"] = float(right[:, relational].mean())
-        scores[f"not_relational{name}"] = float(right[:, ~relational].mean())
-    right = (found == labels).reshape(len(labels), len(QUESTIONS), len(COLOURS))
-    return scores | dict(zip(QUESTIONS, right.mean(axis=(0, 2)).tolist(), strict=True))
+        rows = [(i, 6 * (i % 6) + (i + 3 * (i // 6)) % 6) for i in range(12)]
+        draw = partial(picture, unseen, found, seen, rows)
+        figures.save(draw, scored.folder / "answers.png")
+    return clevr.accuracies(found, unseen["labels"], clevr.most_frequent_answers(train))
 
 
 def picture(batch: dict, found: np.ndarray, seen: np.ndarray, rows: list[tuple[int, int]]) -> Any:
     """Questions (image, question), each with its answer, and the image as the answer sees it."""
     at = tuple(np.array(rows).T)
-    words = zip((TEXTS[k] for k in at[1]), found[at], batch["labels"][at], strict=True)
-    lines = [[answered.Answer(text, WORDS[x], WORDS[truth])] for text, x, truth in words]
+    texts = [clevr.TEXTS[k] for k in at[1]]
+    words = (np.array(clevr.WORDS)[each[at]] for each in (found, batch["labels"]))
+    lines = [[answered.Answer(*each)] for each in zip(texts, *words, strict=True)]
     images = answered.beside(batch["source"][at[0]], seen[at])
     return answered.questions(images, lines, columns=3, size=4.0)
 
 
 decoder = ModelConfig(
-    vocab_size=len(WORDS),
+    vocab_size=len(clevr.WORDS),
     num_layers=3,
     d_model=64,
     num_heads=4,
-    context_length=len(ASKED),
+    context_length=len(clevr.TEXTS),
     positions=None,
-    embedding=sum_of_words,
+    embedding=clevr.sum_of_words,
     masks=(window(0),),
     d_ff=128,
     init_std=0.1,
 )
-patches = Patches(image=(SIZE, SIZE), patch=(6, 6), class_token=False)
+patches = Patches(image=(clevr.SIZE, clevr.SIZE), patch=(6, 6), class_token=False)
 encoder = replace(
     decoder,
     vocab_size=0,

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from jaxformer.data.augment import Move, augmented
-from jaxformer.data.batching import digest_of_drawn, every_row
+from jaxformer.data.batching import every_row
+from jaxformer.data.drawn import dataset_of_drawn
 from jaxformer.data.images import DIGIT_NAMES, Digits
 from jaxformer.data.sources import Dataset, Question
 from jaxformer.data.tokenizers import Characters
@@ -87,14 +88,13 @@ class RowsOfDigits:
         digits = Digits().open(None)
         train = Rows(digits.train, self.examples, self.seed)
         validation = Rows(digits.validation, self.validation_examples, self.seed + 1)
-        digest = digest_of_drawn(f"{digits.digest} {self}", train)
-        return Dataset(
+        return dataset_of_drawn(
             train,
             validation,
-            digest,
+            f"{digits.digest} {self}",
             f"rows of three {digits.description}",
-            END + 1,
-            train.tokenizer,
+            vocab_size=END + 1,
+            tokenizer=train.tokenizer,
         )
 
 

@@ -14,14 +14,14 @@ Command: make train EXP=detect_digits
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxformer import models
-from jaxformer.data.batching import digest_of_drawn, every_row
+from jaxformer.data.batching import every_row
+from jaxformer.data.drawn import Drawn, dataset_of_drawn
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset
 from jaxformer.evaluation.detection import Objects, average_precision
@@ -30,20 +30,13 @@ from jaxformer.masks import full
 from jaxformer.models import EncoderDecoder, ModelConfig
 from jaxformer.models.config import AttentionPositions, Learned
 from jaxformer.tools.analysis import figures
+from jaxformer.tools.analysis.detected import detections
 from jaxformer.training import Cosine, Experiment, Muon
-from jaxformer.zoo.detr import (
-    Boxes,
-    FeatureMap,
-    ObjectClasses,
-    grid_sines,
-    no_content,
-    object_numbers,
-)
+from jaxformer.zoo.detr import Boxes, FeatureMap, ObjectClasses, detect, grid_sines, no_content
 from jaxformer.zoo.resnet import ResNet, basic
 from jaxformer.zoo.set_prediction import SetPrediction
 
 SIZE, MOST, QUERIES = 64, 4, 8  # pixels of a side; digits of an image; answers
-BRIGHT = ("#ff5c5c", "#4dd07a", "#5ca8ff", "#ffd84d", "#ff7de9")
 SMALLEST, LARGEST = 12, 22  # pixels of a digit
 
 
@@ -54,42 +47,31 @@ def resized(digit: np.ndarray, size: int) -> np.ndarray:
     return weights @ digit @ weights.T
 
 
-class Scenes:
-    """Images with digits. Image i is a function of (seed, i)."""
-
-    def __init__(self, digits: Any, count: int, seed: int):
-        self.digits = every_row(digits)
-        self.count = count
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng((self.seed, range(self.count)[index]))
-        image = np.zeros((SIZE, SIZE), np.float32)
-        taken = np.zeros((SIZE, SIZE), bool)
-        classes = np.zeros(MOST, np.int32)
-        boxes = np.zeros((MOST, 4), np.float32)
-        count, wanted = 0, rng.integers(1, MOST + 1)
-        while count < wanted:
-            i = rng.integers(len(self.digits["labels"]))
-            size = int(rng.integers(SMALLEST, LARGEST + 1))
-            top, left = rng.integers(SIZE - size + 1, size=2)
-            place = slice(top, top + size), slice(left, left + size)
-            if taken[place].any():
-                continue
-            digit = resized(self.digits["images"][i, :, :, 0], size)
-            image[place], taken[place] = digit, True
-            lines, columns = (np.flatnonzero(digit.max(axis=axis) > 0.2) for axis in (1, 0))
-            low = np.array([left + columns[0], top + lines[0]])
-            high = np.array([left + columns[-1], top + lines[-1]]) + 1
-            boxes[count] = np.concatenate([(low + high) / 2, high - low]) / SIZE
-            classes[count] = self.digits["labels"][i]
-            count += 1
-        is_object = (np.arange(MOST) < count).astype(np.float32)
-        objects = {"classes": classes, "boxes": boxes, "is_object": is_object}
-        return {"images": image[:, :, None], **objects, "weights": np.ones((), np.float32)}
+def scene(digits: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """An image with digits, each away from the others, and their boxes."""
+    image = np.zeros((SIZE, SIZE), np.float32)
+    taken = np.zeros((SIZE, SIZE), bool)
+    classes = np.zeros(MOST, np.int32)
+    boxes = np.zeros((MOST, 4), np.float32)
+    count, wanted = 0, rng.integers(1, MOST + 1)
+    while count < wanted:
+        i = rng.integers(len(digits["labels"]))
+        size = int(rng.integers(SMALLEST, LARGEST + 1))
+        top, left = rng.integers(SIZE - size + 1, size=2)
+        place = slice(top, top + size), slice(left, left + size)
+        if taken[place].any():
+            continue
+        digit = resized(digits["images"][i, :, :, 0], size)
+        image[place], taken[place] = digit, True
+        lines, columns = (np.flatnonzero(digit.max(axis=axis) > 0.2) for axis in (1, 0))
+        low = np.array([left + columns[0], top + lines[0]])
+        high = np.array([left + columns[-1], top + lines[-1]]) + 1
+        boxes[count] = np.concatenate([(low + high) / 2, high - low]) / SIZE
+        classes[count] = digits["labels"][i]
+        count += 1
+    is_object = (np.arange(MOST) < count).astype(np.float32)
+    objects = {"classes": classes, "boxes": boxes, "is_object": is_object}
+    return {"images": image[:, :, None], **objects, "weights": np.ones((), np.float32)}
 
 
 @dataclass(frozen=True)
@@ -102,50 +84,29 @@ class ScenesOfDigits:
 
     def open(self, model: Any) -> Dataset:
         digits = Digits().open(None)
-        train = Scenes(digits.train, self.examples, self.seed)
-        validation = Scenes(digits.validation, self.validation_examples, self.seed + 1)
-        digest = digest_of_drawn(f"{digits.digest} {self}", train)
-        return Dataset(train, validation, digest, f"scenes of {digits.description}")
-
-
-def found_objects(model: Any, params: Any, images: np.ndarray) -> list[Objects]:
-    """What the model sees in images: each query's surest class, and the probability of it."""
-
-    @jax.jit
-    def run(params, images):
-        numbers = object_numbers(model, len(images))
-        heads = models.apply(model, params, numbers, source=images).heads
-        return jax.nn.softmax(heads["classes"])[..., :-1], heads["boxes"]
-
-    probabilities, boxes = map(np.asarray, run(params, jnp.asarray(images)))
-    answers = zip(probabilities, boxes, strict=True)
-    return [Objects(p.argmax(axis=-1), box, p.max(axis=-1)) for p, box in answers]
+        of_training, of_validation = (
+            partial(scene, every_row(split)) for split in (digits.train, digits.validation)
+        )
+        return dataset_of_drawn(
+            Drawn(of_training, self.examples, self.seed),
+            Drawn(of_validation, self.validation_examples, self.seed + 1),
+            f"{digits.digest} {self}",
+            f"scenes of {digits.description}",
+        )
 
 
 def precision(scored: Evaluation) -> dict[str, float]:
     """COCO's scores, and a picture of the first images."""
-    split = scored.dataset.validation
-    batch = every_row(split)
-    found = found_objects(scored.model, scored.params, batch["images"])
+    batch = every_row(scored.dataset.validation)
+    answers = detect(scored.model, scored.params, batch["images"])
+    found = [Objects(*each) for each in zip(*answers, strict=True)]
     counts = batch["is_object"].astype(int).sum(axis=1)
     rows = zip(batch["classes"], batch["boxes"], counts, strict=True)
     truth = [Objects(classes[:n], boxes[:n]) for classes, boxes, n in rows]
     if scored.folder is not None and jax.process_index() == 0:
         first = batch["images"][:15], found[:15], truth[:15]
-        figures.save(lambda: picture(*first), scored.folder / "boxes.png")
+        figures.save(lambda: detections(*first), scored.folder / "boxes.png")
     return average_precision(found, truth, SIZE)
-
-
-def picture(images: np.ndarray, found: list[Objects], truth: list[Objects]) -> Any:
-    figure = figures.images(images, columns=5, size=1.8)
-    for axes, answers, objects in zip(figure.axes, found, truth, strict=True):
-        for box in objects.boxes:
-            figures.outline(axes, box, (SIZE, SIZE), color="white", lw=0.8, ls=":")
-        for i in np.flatnonzero(np.asarray(answers.scores) > 0.5):
-            label = int(answers.classes[i])
-            color = BRIGHT[label % len(BRIGHT)]
-            figures.outline(axes, answers.boxes[i], (SIZE, SIZE), str(label), color=color, lw=1.2)
-    return figure
 
 
 encoder = ModelConfig(

@@ -24,7 +24,7 @@ from jax.nn.initializers import constant
 from experiments.caption_digits import WORDS, Rows, with_moved_digits
 from jaxformer import models
 from jaxformer.data.augment import Move
-from jaxformer.data.batching import digest_of_drawn
+from jaxformer.data.drawn import dataset_of_drawn
 from jaxformer.data.images import Digits
 from jaxformer.data.sources import Dataset
 from jaxformer.masks import full
@@ -49,6 +49,10 @@ class Pairs:
         tokens = np.array([WORDS.index(word) for word in caption.split()], np.int32)
         return {"images": image, "tokens": tokens, "weights": np.float32(1)}
 
+    @property
+    def seed(self) -> int:
+        return self.rows.seed
+
 
 @dataclass(frozen=True)
 class PairsOfDigits:
@@ -62,8 +66,8 @@ class PairsOfDigits:
         digits = Digits().open(None)
         train = Pairs(Rows(digits.train, self.examples, self.seed))
         validation = Pairs(Rows(digits.validation, self.validation_examples, self.seed + 1))
-        digest = digest_of_drawn(f"{digits.digest} {self}", train)
-        return Dataset(train, validation, digest, f"rows of three {digits.description}")
+        description = f"rows of three {digits.description}"
+        return dataset_of_drawn(train, validation, f"{digits.digest} {self}", description)
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,8 @@ def context_length(model: Any) -> int:
     return int(length)
 
 
-def read_example(split: Any, index: int) -> dict[str, np.ndarray]:
-    """`split[index]`, for a split that defines `len` and `take_rows`."""
+def read_example(split: Any, index: int) -> dict[str, Any]:
+    """`split[index]`, for a split that defines `len` and `take_rows`: arrays and single numbers."""
     batch = split.take_rows(np.array([range(len(split))[index]]))
     return {name: arrays[0] for name, arrays in batch.items()}
 

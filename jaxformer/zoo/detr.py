@@ -7,12 +7,14 @@ object queries, `object_numbers(config, B)`. Of each query, the heads tell a cla
     output = models.apply(config, params, numbers, source=images)
     output.heads["classes"], output.heads["boxes"]
 
+`detect(config, params, images)` gives the surest class, its box and its probability.
 Images of several sizes stand in the upper left of one array, with zeros behind them, and
 `source_segment_ids=feature_mask(backbone, pixel_mask)` hides the rest.
 """
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jax import Array
 from jax.nn.initializers import normal
 from jaxtyping import Float, Int, Shaped
 
-from jaxformer import params
+from jaxformer import models, params
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.masks import full
 from jaxformer.models import blocks
@@ -159,6 +161,31 @@ def object_numbers(config: EncoderDecoder, rows: int) -> Int[Array, "B Q"]:
     """The numbers of all object queries, for each image."""
     Q = config.decoder.context_length
     return jnp.broadcast_to(jnp.arange(Q)[None], (rows, Q))
+
+
+class Detections(NamedTuple):
+    """What each query says of its image, as arrays on the host."""
+
+    classes: np.ndarray  # [B, Q]: the surest class that is an object
+    boxes: np.ndarray  # [B, Q, 4]: (x, y) of the centre, width and height
+    scores: np.ndarray  # [B, Q]: the probability of that class
+
+
+def detect(config: EncoderDecoder, params: Tree, images: Any, **options: Any) -> Detections:
+    """The objects that a model with the heads of this file finds in images.
+
+    `options` are those of `models.apply`, such as `source_segment_ids`. Carion et al. 2020,
+    section 3.1: where "no object" is surest, the score is that of the second surest class.
+    """
+
+    @jax.jit
+    def run(params, images, options):
+        numbers = object_numbers(config, len(images))
+        heads = models.apply(config, params, numbers, source=images, **options).heads
+        probabilities = jax.nn.softmax(heads["classes"])[..., :-1]  # without "no object"
+        return probabilities.argmax(axis=-1), heads["boxes"], probabilities.max(axis=-1)
+
+    return Detections(*map(np.asarray, run(params, jnp.asarray(images), options)))
 
 
 def post_norm_twice(config: ModelConfig, names) -> Block:

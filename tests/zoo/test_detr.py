@@ -205,6 +205,25 @@ def test_boxes_are_fractions_and_the_last_class_is_no_object(detector):
 
 
 @pytest.mark.thorough
+def test_detections_are_the_surest_classes_that_are_objects(detector):
+    """Also where "no object" is surer; padding is told as to `apply`."""
+    config, tree = detector
+    source, numbers = images(2, 33, 40, 3), detr.object_numbers(config, 2)
+    mask = np.ones((2, 33, 40), bool)
+    mask[1, :, 30:] = False
+    hidden = detr.feature_mask(config.encoder.embedding.backbone, mask)
+    options = {"source_segment_ids": hidden}
+    heads = models.apply(config, tree, numbers, source=source, **options).heads
+    logits = np.asarray(heads["classes"], np.float64)
+    odds = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    probabilities = (odds / odds.sum(axis=-1, keepdims=True))[..., :2]
+    found = detr.detect(config, tree, np.asarray(source), **options)
+    np.testing.assert_array_equal(found.classes, probabilities.argmax(axis=-1))
+    np.testing.assert_allclose(found.scores, probabilities.max(axis=-1), rtol=1e-4)
+    np.testing.assert_allclose(found.boxes, heads["boxes"], atol=1e-5)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "said"),
     [
