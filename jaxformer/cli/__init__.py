@@ -23,6 +23,9 @@
     harness RUN --tasks NAME,... [--include DIR] [--limit N] [--step N] [--average N]
             [--mesh.tensor=N ...]
         runs tasks of lm-evaluation-harness; writes harness.json into the run's folder
+    export RUN FOLDER [--dtype bfloat16] [--model-type llama] [--step N] [--average N]
+    export RUN FOLDER --program [options as above]
+        a folder that transformers opens, with tokenizer and README; or a StableHLO program
     inspect RUN --prompt TEXT [--html FILE] [--step N] [--average N]
         losses, predictions and heads, token by token
     report RUN [RUN ...] [--out FILE.html]
@@ -79,7 +82,13 @@ from jaxformer.errors import ConfigError, did_you_mean
 
 # bytes of the longest path below the folder of runs: a run's name, checkpoints, temporary names
 BELOW = 600
-OWN_HELP = ("evaluate", "generate", "harness", "inspect")  # their parsers print their help
+OWN_HELP = (
+    "evaluate",
+    "generate",
+    "harness",
+    "export",
+    "inspect",
+)  # their parsers print their help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "evaluate": runs.evaluate,
         "generate": runs.generate,
         "harness": runs.run_harness,
+        "export": runs.export,
         "inspect": runs.inspect,
         "report": runs.write_report,
         "runs": runs.runs,

@@ -269,6 +269,31 @@ def run_harness(argv: list[str]) -> int:
     return 0
 
 
+def export(argv: list[str]) -> int:
+    parser = run_parser("export")
+    parser.add_argument("folder", type=place, help="a new folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--model-type", help="a family, such as llama; by default one that fits")
+    parser.add_argument(
+        "--program", action="store_true", help="a StableHLO program instead of transformers' files"
+    )
+    options = parser.parse_args(argv)
+    run = run_of(options)
+
+    from jaxformer.tools import run_export
+
+    with run.on_mesh():
+        run_export.export(
+            run,
+            options.folder,
+            dtype=options.dtype,
+            model_type=options.model_type,
+            program=options.program,
+        )
+    print(f"exported step {run.checkpoint[0]:,} of {run.folder.path} to {options.folder}")
+    return 0
+
+
 def inspect(argv: list[str]) -> int:
     parser = run_parser("inspect")
     parser.add_argument("--prompt", required=True)

@@ -122,13 +122,16 @@ def save(
     *,
     shard_bytes: int = 2_000_000_000,
     family: Family | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes a folder that transformers can open: config.json and safetensors files.
 
     A file has at most `shard_bytes`. A new model is `Checkpoint(config, params, Tokens(eos=(2,)))`.
-    `family` is one of your own, for `checkpoint.model_type`. Raises ConfigError if no family can
-    express the config, if tokens or labels are missing or inconsistent, or if `folder` is not
-    empty.
+    `files` are further files, {name: contents}, such as those of a tokenizer
+    (`data.tokenizer_files`). `family` is one of your own, for `checkpoint.model_type`.
+
+    Raises ConfigError if no family can express the config, if tokens or labels are missing or
+    inconsistent, or if `folder` is not empty.
     """
     if family is not None and checkpoint.model_type is None:
         raise ConfigError(
@@ -152,8 +155,10 @@ def save(
         tensors.append((name, array.shape, array.dtype, partial(np.asarray, array)))
     # transformers 5 says dtype, older readers torch_dtype
     settings["dtype"] = settings["torch_dtype"] = min(str(dtype) for _, _, dtype, _ in tensors)
-    files = {safetensors.GENERATION: safetensors.dumps(generation).encode()} if generation else {}
-    safetensors.save_checkpoint(folder, settings, tensors, shard_bytes, files)
+    all_files = dict(files or {})
+    if generation:
+        all_files[safetensors.GENERATION] = safetensors.dumps(generation).encode()
+    safetensors.save_checkpoint(folder, settings, tensors, shard_bytes, all_files)
 
 
 def _read_settings(file: safetensors.Files, family: Family) -> Checkpoint:

@@ -12,6 +12,7 @@ from 1 to the model's `context_length`. JAX can load a program for at least six 
 `save` is the function to read.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ def save(
     inputs: tuple[str, ...] = (),
     platforms: tuple[str, ...] = ("cpu", "tpu", "cuda"),
     vjp_order: int = 0,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Writes the program `forward(params, tokens, *inputs) -> logits` into the folder `path`.
 
@@ -51,7 +53,8 @@ def save(
     model images; a source may be images, too. `inputs` names further arguments of OPTIONAL_INPUTS,
     integers [B, T]. With `batch=None` the program takes any batch size, with `length=None` any
     length up to `context_length`. Attention then needs O(T^2) memory; a fixed length above 512 uses
-    the blockwise kernel. The program can be differentiated `vjp_order` times. Raises ConfigError
+    the blockwise kernel. The program can be differentiated `vjp_order` times. `files` are further
+    files of the folder, {name: contents}. Raises ConfigError
     for parameters that do not match `config`, for unknown inputs or platforms, and for a model that
     needs fixed sizes.
     """
@@ -78,8 +81,9 @@ def save(
         (name, leaf.shape, leaf.dtype, partial(np.asarray, leaf))
         for name, leaf in sorted(leaves.items())
     ]
-    files = {PROGRAM: bytes(exported.serialize(vjp_order=vjp_order))}
-    safetensors.save_checkpoint(path, manifest, tensors, shard_bytes=2**63, files=files)
+    serialized = bytes(exported.serialize(vjp_order=vjp_order))
+    all_files = {**(files or {}), PROGRAM: serialized}
+    safetensors.save_checkpoint(path, manifest, tensors, shard_bytes=2**63, files=all_files)
 
 
 def _check(path, config, params, batch, length, inputs, platforms) -> None:
