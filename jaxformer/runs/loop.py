@@ -37,9 +37,9 @@ from jaxformer.runs.run_folder import RunFolder, describe
 from jaxformer.runs.same_data import check_data, warn_of_order
 from jaxformer.runs.setup import Setup, introduction, set_up
 from jaxformer.runs.signals import Interrupted, Signals
-from jaxformer.runs.start import first_params
+from jaxformer.runs.start import begin
 from jaxformer.training.experiment import Experiment
-from jaxformer.training.step import TrainState, abstract_state, first_state, state_shardings
+from jaxformer.training.step import TrainState, abstract_state, state_shardings
 
 log = logging.getLogger("jaxformer")
 
@@ -135,7 +135,7 @@ def open_checkpoints(setup: Setup) -> checkpoint.Manager:
 def restore(
     setup: Setup, references: References, manager: checkpoint.Manager, record: Record, watchdog: Any
 ) -> tuple[TrainState, int]:
-    """(state, steps done): the newest good checkpoint, or else the first state.
+    """(state, steps done): the newest good checkpoint, or else the state that the run begins with.
 
     The state is split over the mesh, and the record goes back to the same step. Raises ConfigError
     where data or references are not those of the checkpoint's training.
@@ -144,27 +144,16 @@ def restore(
     shardings = None if mesh is None else state_shardings(setup.recipe, mesh)
     restored = manager.restore(abstract_state(setup.recipe, shardings))
     if restored is None:
-        record.rewind(0)
-        state = begin(setup, shardings, watchdog)
+        state, start = begin(setup, shardings, watchdog)
+        record.rewind(start)
         memory.give_back()
-        return state, 0
+        return state, start
     step, state, metadata = restored
     check_data(setup.folder, metadata, setup.dataset)
     check_references(setup.folder, metadata, references.digests)
     warn_of_order(setup.folder, metadata, setup.dataset)
     record.rewind(step)
     return state, step
-
-
-def begin(setup: Setup, shardings: Any, watchdog: Any) -> TrainState:
-    """The state before the first step, of the experiment's first parameters."""
-    experiment = setup.experiment
-    watchdog.phase("the first parameters", patience=math.inf)  # they may have to be downloaded
-    params = first_params(
-        experiment.initial, experiment.model, setup.recipe, setup.runs, setup.weights_of
-    )
-    watchdog.phase("the first state")
-    return jax.block_until_ready(first_state(setup.recipe, shardings, params))
 
 
 def write_description(setup: Setup) -> None:

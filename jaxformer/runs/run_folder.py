@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Sequence
@@ -339,7 +340,7 @@ def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozense
 
 
 def introduce(experiment: Experiment, runs: epath.PathLike) -> list[str]:
-    """A new run's lines about the three newest other runs of its experiment."""
+    """A new run's lines about its folder and the three newest other runs of its experiment."""
     described = config.describe(experiment)
     ignore = config.execution_fields(experiment)
 
@@ -349,10 +350,26 @@ def introduce(experiment: Experiment, runs: epath.PathLike) -> list[str]:
             or "nothing that is described"
         )
 
+    others = runs_of(experiment.name, runs)[-3:]
+    if not others:
+        return []
     return [
-        f"a new run: {other.path} differs in {different(other)}"
-        for other in runs_of(experiment.name, runs)[-3:]
+        *(
+            f"a new run: {each.path} differs in {different(each)}{resuming(each)}"
+            for each in others
+        ),
+        f"its folder: {run_folder(experiment, runs).path}",
     ]
+
+
+def resuming(folder: RunFolder) -> str:
+    """How to go on with a run that has not ended: the command that began it; "" if it has ended."""
+    if storage.is_file(folder.result) or not storage.is_file(folder.source):
+        return ""
+    facts = folder.read_json(folder.source)
+    words = [str(facts.get("path", "")), *map(str, facts.get("overrides", ()))]
+    command = shlex.join(["python", "-m", "jaxformer", "train", *words])
+    return f"; to go on with it instead: {command}"
 
 
 def describe(

@@ -12,6 +12,7 @@ from etils import epath
 
 from jaxformer import parallel
 from jaxformer.config import Source, storage
+from jaxformer.runs import continued
 from jaxformer.runs.checks import check, check_hosts, check_scores
 from jaxformer.runs.run_folder import RunFolder, as_it_began, introduce, run_folder
 from jaxformer.training.experiment import Experiment
@@ -48,6 +49,7 @@ def set_up(
     folder = run_folder(experiment, runs)
     experiment = as_it_began(folder, experiment)
     check_hosts(experiment, source)
+    continued.check(experiment, runs)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     recipe = build(experiment)
     dataset = check(experiment, recipe, mesh, folder)
@@ -58,7 +60,8 @@ def set_up(
 
 
 def introduction(setup: Setup) -> list[str]:
-    """The lines of a new run about other runs of its experiment; none if the run goes on."""
+    """The lines of a new run about other runs; none if the folder has begun before."""
     if storage.is_file(setup.folder.config):
         return []
-    return introduce(setup.experiment, setup.runs)
+    of_other = continued.introduction(setup.experiment, setup.runs)
+    return [*of_other, *introduce(setup.experiment, setup.runs)]

@@ -1,6 +1,7 @@
-"""The parameters that a run starts from: reads `Experiment.initial` and checks it."""
+"""The state that a run starts from: reads `Experiment.initial` and checks it."""
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,13 +17,33 @@ from jaxformer.config import storage
 from jaxformer.errors import ConfigError
 from jaxformer.parallel.mesh import Mesh
 from jaxformer.runs import checkpoint_reader
+from jaxformer.runs.continued import last_state
 from jaxformer.runs.initial import FromRun
 from jaxformer.runs.run_folder import RunFolder, open_experiment, runs_of
+from jaxformer.runs.setup import Setup
 from jaxformer.training.optimizers import without_gradient
 from jaxformer.training.recipe import Recipe, build
-from jaxformer.training.step import abstract_state
+from jaxformer.training.step import TrainState, abstract_state, first_state
 
 log = logging.getLogger("jaxformer")
+
+
+def begin(setup: Setup, shardings: Any, watchdog: Any) -> tuple[TrainState, int]:
+    """(the state that a new run begins with, steps done): of first parameters, or of another run.
+
+    The state is split as `shardings` say.
+    """
+    experiment = setup.experiment
+    recipe = setup.recipe
+    if experiment.continue_from is not None:
+        watchdog.phase("the state to go on from")
+        return last_state(experiment, recipe, shardings, setup.runs, setup.dataset.digest)
+    watchdog.phase("the first parameters", patience=math.inf)  # they may have to be downloaded
+    params = first_params(
+        experiment.initial, experiment.model, recipe, setup.runs, setup.weights_of
+    )
+    watchdog.phase("the first state")
+    return jax.block_until_ready(first_state(recipe, shardings, params)), 0
 
 
 def from_text(text: str, runs: epath.PathLike = "runs", field: str = "initial") -> FromRun | None:

@@ -124,6 +124,9 @@ class Experiment:
     # where parameters start: a folder or name of a run or of Hugging Face, or (spec, key) ->
     # params; None: random
     initial: Callable | str | None = None
+    # a run, from whose last state this one goes on: parameters, averages, the optimizer's state and
+    # the number of steps; `initial` is not read then
+    continue_from: str | None = None
     # (spec) -> Adapted, which trains instead of the parameters, such as models.adaptation.Lora
     adaptation: Callable | None = None
     # {name: initial} of frozen models, which the objective reads as context.references; a value may
