@@ -7,6 +7,7 @@ import jax
 
 from jaxformer import models, params as parameters
 from jaxformer.runs.checks import kept_in_words
+from jaxformer.runs.first_warnings import first_warnings
 from jaxformer.runs.setup import Setup
 from jaxformer.training import optimizers
 from jaxformer.training.experiment import Experiment
@@ -62,7 +63,9 @@ def facts(setup: Setup, start: int) -> list[str]:
         lines.append(f"mesh: {shape} of {mesh.size} devices")
         if jax.process_count() > 1:
             lines[-1] += f" in {jax.process_count()} processes"
-    return [*lines, f"resuming after step {start}"] if start else lines
+    if start:
+        return [*lines, f"resuming after step {start}"]
+    return [*lines, *first_warnings(experiment, setup.dataset)]
 
 
 def what_is_averaged(experiment: Experiment) -> str:
