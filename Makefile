@@ -22,7 +22,7 @@ $(foreach name,$(GIVEN),$(if $(value $(name)),$(eval override $(name) := $$(valu
 quote = '$(subst ','\'',$(1))'
 
 .DEFAULT_GOAL := help
-.PHONY: help train chat-all gallery tokens sweep scaling report inspect draw cost families evaluate export harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench check-gpu wheels-gpu python clean
+.PHONY: help train chat-all gallery tokens sweep scaling report inspect draw cost families env evaluate export harness generate show plan pod-sim pod-train image slurm-train gke-train sky-train test test-thorough test-faults fuzz test-all aot parity lint format bench check-gpu wheels-gpu python clean
 
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -69,6 +69,9 @@ cost: $(VENV)/ready      ## parameters, FLOPs and bytes of a model, part by part
 
 evaluate: $(VENV)/ready  ## score a run on its validation split: EXP=quickstart, or a run folder
 	@$(BIN)/python -m jaxformer evaluate $(call quote,$(EXP)) $(ARGS)
+
+env: $(VENV)/ready       ## versions, devices, and which optional parts work
+	@$(BIN)/python -m jaxformer env
 
 export: $(VENV)/ready    ## a run as a folder that transformers opens: EXP=quickstart TO=exported ARGS=--dtype=bfloat16
 	@$(BIN)/python -m jaxformer export $(call quote,$(EXP)) $(call quote,$(TO)) $(ARGS)

@@ -33,6 +33,7 @@
     draw EXPERIMENT|PRESET [--out FILE.html] [--key.path=value ...]
         one page of a model: architecture, masks, costs
     list                all experiments and presets, each with one line about it
+    env                 versions, devices, and which optional parts work: for an issue
     runs [--runs DIR]   all runs, each with its step and its scores
     compare RUN RUN     the differences between two runs, and their scores
     show EXPERIMENT|PRESET [--key.path=value ...]
@@ -105,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "runs": runs.runs,
         "compare": runs.compare,
         "list": models.list_all,
+        "env": models.env,
         "show": models.show,
         "cost": models.show_cost,
         "draw": models.draw,

@@ -154,3 +154,13 @@ def plan(argv: list[str]) -> int:
         table = planning.table(made)
     print(config.to_json(asdict(made)) if options.json else table)
     return 0 if made.fits else 3
+
+
+def env(argv: list[str]) -> int:
+    if argv:
+        raise ConfigError(f"env: takes no arguments, not {' '.join(argv)}")
+
+    from jaxformer.tools import environment
+
+    print(environment.report())
+    return 0
