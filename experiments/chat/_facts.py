@@ -24,7 +24,7 @@ ALL = ("sums", "chains", "dates", "units", "spelling")
 SUMS_FIRST = ("sums", "sums", "sums", "chains", "chains", "dates", "units", "spelling")
 CHAINS_FIRST = ("chains", "chains", "sums", "dates")
 LARGEST = 99  # number of a sum
-TERMS = 6  # of a chain
+TERMS = 7  # of a chain
 WORKED = 0.35  # share of the chains whose answer has steps before the result
 
 

@@ -3,12 +3,12 @@
 Half of the questions are chains of sums, the kind that it knows least. Each step draws 8 answers to
 each of 16 questions. A program checks their results: the model is told no answer. Shao et al. 2024,
 arXiv:2402.03300.
-It finds that running sums pay: before, a quarter of its answers to chains had them. Its answers
+It finds that running sums pay, which a third of the training answers to chains show: its answers
 become twice as long.
-Expected: 93 % of 200 unseen chains are exact, 75.5 % after sft; 97.4 % of 1,000 questions (seed 0).
-Seed 1: 91.5 % of the chains, 81.5 % after sft; 97.0 % of all.
-At twice this learning rate, a weaker model lost what it knew.
-Time: 6 minutes on two CPU cores beside other work.
+Expected: of 200 unseen chains 96, 93.5 and 93 % are exact (seeds 0, 1, 2); after sft 77, 69.5 and
+73.5 %. Of 1,000 questions 98.3, 96.1 and 97.7 %. With six numbers in a chain, sft alone has 82 %,
+and little is left to find. At twice this learning rate, a weaker model lost what it knew.
+Time: 6 minutes on two CPU cores.
 Command: make train EXP=chat/grpo, after chat/dpo
 Then: make generate EXP=chat_grpo ARGS=--chat
 """
@@ -35,7 +35,7 @@ experiment = replace(
     ),
     objective=PolicyGradient(),
     optimizer=AdamW(learning_rate=1e-4, weight_decay=0.0),
-    steps=150,
+    steps=200,
     batch_size=16,
     eval_every=50,
 )
