@@ -83,13 +83,8 @@ from jaxformer.errors import ConfigError, did_you_mean
 
 # bytes of the longest path below the folder of runs: a run's name, checkpoints, temporary names
 BELOW = 600
-OWN_HELP = (
-    "evaluate",
-    "generate",
-    "harness",
-    "export",
-    "inspect",
-)  # their parsers print their help
+# their parsers print their help
+OWN_HELP = ("evaluate", "generate", "harness", "export", "inspect")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

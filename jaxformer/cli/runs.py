@@ -283,13 +283,11 @@ def export(argv: list[str]) -> int:
     from jaxformer.tools import run_export
 
     with run.on_mesh():
-        run_export.export(
-            run,
-            options.folder,
-            dtype=options.dtype,
-            model_type=options.model_type,
-            program=options.program,
-        )
+        if options.program:
+            run_export.export_program(run, options.folder, dtype=options.dtype)
+        else:
+            kind = options.model_type
+            run_export.export(run, options.folder, dtype=options.dtype, model_type=kind)
     print(f"exported step {run.checkpoint[0]:,} of {run.folder.path} to {options.folder}")
     return 0
 

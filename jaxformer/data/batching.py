@@ -7,7 +7,7 @@ import itertools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -318,8 +318,12 @@ def _is_readable(split: Any, index: int) -> bool:
 def _take_rows(split: Any, indices: np.ndarray) -> dict[str, np.ndarray]:
     if hasattr(split, "take_rows"):
         return split.take_rows(indices)
-    examples = [split[int(index)] for index in indices]
-    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+    return stacked([split[int(index)] for index in indices])
+
+
+def stacked(examples: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """Examples {name: array} as a batch {name: array [B, ...]}."""
+    return {name: np.stack([each[name] for each in examples]) for name in examples[0]}
 
 
 def unigram_entropy(dataset: sources.Dataset) -> float | None:

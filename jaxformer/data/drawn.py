@@ -6,14 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxformer.data.batching import digest_of_drawn
+from jaxformer.data.batching import digest_of_drawn, stacked
 from jaxformer.data.sources import Dataset, read_example
 from jaxformer.errors import ConfigError, check_numbers
-
-
-def stacked(examples: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Examples {name: array} as a batch {name: array [B, ...]}."""
-    return {name: np.stack([each[name] for each in examples]) for name in examples[0]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +43,9 @@ class Drawn:
 def dataset_of_drawn(
     train: Any, validation: Any, decided_by: Any, description: str = "", **fields: Any
 ) -> Dataset:
-    """A data set of drawn examples. Further fields are those of `Dataset`.
+    """A data set of drawn examples: `Drawn`, or splits of your own with a `seed`.
 
+    Further fields are those of `Dataset`.
     Its digest is that of `decided_by`, which names all that decides the draws, and of the first
     examples. Another version of NumPy may draw other numbers from the same seed. Raises ConfigError
     for splits of one seed, which may show the same examples.

@@ -18,7 +18,7 @@ READER = "PreTrainedTokenizerFast"
 
 
 def files_of(tokenizer: Any, vocab_size: int, longest: int | None = None) -> dict[str, bytes]:
-    """{name: contents} of a tokenizer, for a model of `vocab_size` and `longest` tokens.
+    """{name: contents} of a tokenizer, for a vocabulary of `vocab_size` and texts up to `longest`.
 
     Raises ConfigError for a tokenizer of one's own, which transformers cannot know.
     """
@@ -32,7 +32,7 @@ def files_of(tokenizer: Any, vocab_size: int, longest: int | None = None) -> dic
         case _:
             raise ConfigError(
                 f"export: {type(tokenizer).__name__} is a tokenizer of your own; expected Bytes, "
-                "Characters or BPE. Write its files yourself, or leave the tokenizer out"
+                "Characters or BPE; write its files yourself, for families.save(files=...)"
             )
     texts = {"tokenizer.json": state, "tokenizer_config.json": _settings(tokenizer, state, longest)}
     return {name: json.dumps(text, ensure_ascii=False).encode() for name, text in texts.items()}

@@ -10,10 +10,10 @@ from typing import Any
 from etils import epath
 
 from jaxformer import config
-from jaxformer.config import no_links, storage
+from jaxformer.config import no_links
 from jaxformer.errors import ConfigError
 from jaxformer.runs import checkpoint_reader
-from jaxformer.runs.run_folder import RunFolder, compare, runs_of
+from jaxformer.runs.run_folder import RunFolder, compare, named, runs_of
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.recipe import Recipe
 from jaxformer.training.step import TrainState, abstract_state
@@ -27,17 +27,20 @@ def folder_of(text: str, runs: epath.PathLike) -> RunFolder:
     An experiment's name is refused: its newest run would soon be the one that goes on. Raises
     ConfigError for a text that names no run.
     """
-    for path in (epath.Path(text).expanduser(), epath.Path(runs) / text):
-        if storage.is_dir(path / "checkpoints"):
-            return RunFolder(path)
+    if (found := named(text, runs)) is not None:
+        return found
     known = [folder.path.name for folder in runs_of(text, runs)]
     advice = f"name one of its runs: {', '.join(known[-3:])}" if known else "`runs` lists all"
     raise ConfigError(f"continue_from={text}: no run's folder with checkpoints; {advice}")
 
 
-def check(experiment: Experiment, runs: epath.PathLike) -> None:
-    """Raises ConfigError where no step is left to do after the run of `continue_from`."""
-    if experiment.continue_from is None:
+def check(experiment: Experiment, runs: epath.PathLike, own: RunFolder) -> None:
+    """Raises ConfigError where no step is left to do after the run of `continue_from`.
+
+    `own` is the folder of the run that goes on. Once it has a checkpoint, it needs the other run no
+    more, which may be gone by then.
+    """
+    if experiment.continue_from is None or checkpoint_reader.steps(own.checkpoints):
         return
     done = last_step(folder_of(experiment.continue_from, runs))
     if done >= experiment.steps:

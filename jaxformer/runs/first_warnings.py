@@ -55,7 +55,7 @@ def slow_steps(experiment: Experiment) -> list[str]:
     if seconds < SLOW:
         return []
     return [
-        f"a CPU: a step has {flops / 1e12:,.1f} TFLOP and takes {duration(seconds)} or more here, "
+        f"a CPU: a step has {flops / 1e12:,.1f} TFLOP and takes about {duration(seconds)} here, "
         f"all {experiment.steps:,} steps {duration(seconds * experiment.steps)}; try it with a "
         "smaller model, and plan the large one for other devices (the command `plan`)"
     ]

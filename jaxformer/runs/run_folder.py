@@ -325,6 +325,14 @@ def runs_of(name: str | None, runs: epath.PathLike) -> list[RunFolder]:
     return sorted(folders, key=_last_written)
 
 
+def named(text: str, runs: epath.PathLike) -> RunFolder | None:
+    """The run with checkpoints that a text names: its folder, or its name in `runs`; or None."""
+    for path in (epath.Path(text).expanduser(), epath.Path(runs) / text):
+        if storage.is_dir(path / "checkpoints"):
+            return RunFolder(path)
+    return None
+
+
 def _last_written(folder: RunFolder) -> float:
     files = [path for path in (folder.config, folder.metrics) if storage.exists(path)]
     return max((float(storage.retry(path.stat, path).mtime or 0) for path in files), default=0.0)
@@ -353,13 +361,9 @@ def introduce(experiment: Experiment, runs: epath.PathLike) -> list[str]:
     others = runs_of(experiment.name, runs)[-3:]
     if not others:
         return []
-    return [
-        *(
-            f"a new run: {each.path} differs in {different(each)}{resuming(each)}"
-            for each in others
-        ),
-        f"its folder: {run_folder(experiment, runs).path}",
-    ]
+    lines = [f"a new run: {each.path} differs in {different(each)}" for each in others]
+    lines = [line + resuming(each) for line, each in zip(lines, others, strict=True)]
+    return [*lines, f"its folder: {run_folder(experiment, runs).path}"]
 
 
 def resuming(folder: RunFolder) -> str:

@@ -49,7 +49,7 @@ def set_up(
     folder = run_folder(experiment, runs)
     experiment = as_it_began(folder, experiment)
     check_hosts(experiment, source)
-    continued.check(experiment, runs)
+    continued.check(experiment, runs, folder)
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     recipe = build(experiment)
     dataset = check(experiment, recipe, mesh, folder)

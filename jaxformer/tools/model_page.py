@@ -1,6 +1,7 @@
 """README.md of an exported run: the model, its scores, its data, and how to open it."""
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 from jaxformer import __version__, models
@@ -16,9 +17,9 @@ PROMISE = datetime.timedelta(days=180)  # for which JAX loads a program
 ABOUT_SCORES = ("unit", "examples", "scored", "tokens")
 
 
-def page_of(run: Run, program: bool = False) -> str:
-    """The page of a run. `program`: it is exported as StableHLO."""
-    parts = [_front(run, program), _model(run), _use(run, program), _scores(run), _data(run)]
+def page_of(run: Run, library: str, use: str) -> str:
+    """The page of a run. `library` opens its folder, and `use` says how."""
+    parts = [_front(run, library), _model(run), use, _scores(run), _data(run)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -39,8 +40,7 @@ def auto_class(model: Any) -> str:
     return "AutoModel"
 
 
-def _front(run: Run, program: bool) -> str:
-    library = "jax" if program else "transformers"
+def _front(run: Run, library: str) -> str:
     lines = ["---", f"library_name: {library}", "tags:", "- jaxformer"]
     if auto_class(run.model) == "AutoModelForCausalLM":
         lines.append("pipeline_tag: text-generation")
@@ -49,7 +49,9 @@ def _front(run: Run, program: bool) -> str:
 
 def _model(run: Run) -> str:
     stack = models.last_stack(run.model)
-    kind = "encoder-decoder" if isinstance(run.model, EncoderDecoder) else "stack"
+    kind = "decoder" if all(map(is_causal, stack.masks)) else "encoder"
+    if isinstance(run.model, EncoderDecoder):
+        kind = "encoder and decoder"
     step, _, _ = run.checkpoint
     mean = "" if run.average == 1 else f" The weights are the mean of {run.average} checkpoints."
     return (
@@ -61,30 +63,38 @@ def _model(run: Run) -> str:
     )
 
 
-def _use(run: Run, program: bool) -> str:
-    if program:
-        until = datetime.date.today() + PROMISE
-        lines = [
-            "import jax, jax.export, pathlib, safetensors.flax",
-            "",
-            'program = pathlib.Path("forward.stablehlo").read_bytes()',
-            "forward = jax.export.deserialize(bytearray(program))",
-            'output = forward.call(safetensors.flax.load_file("model.safetensors"), inputs)',
-        ]
-        after = (
-            "`config.json` lists the arguments. JAX promises to load such a program for six "
-            f"months: until {until:%-d %B %Y}. Export it again before."
-        )
-    else:
-        name = auto_class(run.model)
-        classes = name if run.tokenizer is None else f"{name}, AutoTokenizer"
-        lines = [f"from transformers import {classes}", "", f'model = {name}.from_pretrained(".")']
-        if run.tokenizer is not None:
-            lines.append('tokenizer = AutoTokenizer.from_pretrained(".")')
-        after = (
-            'In jaxformer: `families.load(".")`. A name of a control token in a text is that token '
-            "in transformers, and text in jaxformer."
-        )
+def with_transformers(run: Run) -> str:
+    """How transformers opens the folder."""
+    name = auto_class(run.model)
+    classes = name if run.tokenizer is None else f"{name}, AutoTokenizer"
+    lines = [f"from transformers import {classes}", "", f'model = {name}.from_pretrained(".")']
+    if run.tokenizer is not None:
+        lines.append('tokenizer = AutoTokenizer.from_pretrained(".")')
+    return _use(
+        lines,
+        'In jaxformer: `families.load(".")`. A name of a control token in a text is that token in '
+        "transformers, and text in jaxformer.",
+    )
+
+
+def with_jax() -> str:
+    """How JAX alone runs the program, and until when."""
+    lines = [
+        "import jax, jax.export, pathlib, safetensors.flax",
+        "",
+        'program = pathlib.Path("forward.stablehlo").read_bytes()',
+        "forward = jax.export.deserialize(bytearray(program))",
+        'output = forward.call(safetensors.flax.load_file("model.safetensors"), inputs)',
+    ]
+    until = datetime.date.today() + PROMISE
+    return _use(
+        lines,
+        "`config.json` lists the arguments. JAX promises to load such a program for six months: "
+        f"until {until.day} {until:%B %Y}. Export it again before.",
+    )
+
+
+def _use(lines: Sequence[str], after: str) -> str:
     return "\n".join(["## Use", "", "```python", *lines, "```", "", after])
 
 

@@ -5,6 +5,7 @@
 (`interop.export`).
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jaxformer.interop import export as programs
 from jaxformer.models import EncoderDecoder
 from jaxformer.runs.questions import ends_of, writes_text
 from jaxformer.runs.run import Run
-from jaxformer.tools.model_page import page_of
+from jaxformer.tools.model_page import page_of, with_jax, with_transformers
 
 
 def export(
@@ -30,32 +31,19 @@ def export(
     *,
     dtype: Any = None,
     model_type: str | None = None,
-    program: bool = False,
+    family: families.Family | None = None,
 ) -> None:
-    """Writes the run's model, and all that its users need, into `folder`.
+    """Writes the run's model into `folder`, for transformers, with all that its users need.
 
     An adaptation is merged. `dtype` rounds the weights. `model_type` is one of `families.FAMILIES`;
-    None: the first that can express the model. With `program` the folder has a StableHLO program in
-    place of files for transformers. Raises ConfigError for a model of one's own, for a model that
-    no family can express, and for a folder that is not empty.
+    None: the first that can express the model. `family` is one of your own, for `model_type`.
+    Raises ConfigError for a model of one's own, for a model that no family can express, and for a
+    folder that is not empty.
     """
-    model = run.model
-    if not models.is_config(model):
-        raise ConfigError(
-            f"export: {run.folder.path} has a model of its own; "
-            "expected a ModelConfig or an EncoderDecoder"
-        )
-    params = run.params if dtype is None else _rounded(model, run.params, dtype)
-    files = {}
-    if run.tokenizer is not None:
-        stack = models.last_stack(model)
-        files = files_of(run.tokenizer, stack.vocab_size, stack.context_length)
-    files["README.md"] = page_of(run, program).encode()
-    if program:
-        programs.save(folder, model, params, files=files)
-        return
+    check_model(run)
+    known = families.FAMILIES if family is None else {str(model_type): family}
     try:
-        model, params, kind = in_a_family(model, params, model_type)
+        model, params, kind = in_a_family(run.model, weights(run, dtype), model_type, known)
     except ConfigError as error:
         raise ConfigError(
             f"export: {run.folder.path}: {error} (--model-type on the command line); --program "
@@ -64,33 +52,65 @@ def export(
     checkpoint = families.Checkpoint(
         model, params, _tokens(run), _labels(run), kind, _generation(run)
     )
-    families.save(folder, checkpoint, files=files)
+    files = files_beside(run, page_of(run, "transformers", with_transformers(run)))
+    families.save(folder, checkpoint, family=family, files=files)
 
 
-def in_a_family(model: Any, params: Any, model_type: str | None) -> tuple[Any, Any, str]:
-    """(model, parameters, model type) of the same function, in the words of a family.
+def export_program(run: Run, folder: str | Path, *, dtype: Any = None) -> None:
+    """Writes the run's forward pass as StableHLO into `folder`, with all that its users need.
+
+    Raises ConfigError for a model of one's own, and for a folder that is not empty.
+    """
+    check_model(run)
+    files = files_beside(run, page_of(run, "jax", with_jax()))
+    programs.save(folder, run.model, weights(run, dtype), files=files)
+
+
+def check_model(run: Run) -> None:
+    """Raises ConfigError for a model of the user's own class."""
+    if not models.is_config(run.model):
+        raise ConfigError(
+            f"export: {run.folder.path} has a model of its own; "
+            "expected a ModelConfig or an EncoderDecoder"
+        )
+
+
+def files_beside(run: Run, page: str) -> dict[str, bytes]:
+    """{name: contents} of the files beside the weights: those of the tokenizer, and the page."""
+    files = {"README.md": page.encode()}
+    if run.tokenizer is not None:
+        stack = models.last_stack(run.model)
+        files |= files_of(run.tokenizer, stack.vocab_size, stack.context_length)
+    return files
+
+
+def in_a_family(
+    model: Any, params: Any, model_type: str | None, known: Mapping[str, families.Family]
+) -> tuple[Any, Any, str]:
+    """(model, parameters, model type) of the same function, in the words of a known family.
 
     A family such as GPT-2 has no word for a model without biases: then they are zeros. Raises
     ConfigError if no family can express the model.
     """
-    try:
-        return model, params, write_settings(model, model_type, families.FAMILIES)["model_type"]
-    except ConfigError:
-        biased = _with_biases(model)
-        if biased == model:
-            raise
+    reasons = []
+    for wording in (model, _with_biases(model)):
         try:
-            kind = write_settings(biased, model_type, families.FAMILIES)["model_type"]
-        except ConfigError:
-            kind = None
-        if kind is None:  # the first reason is about the model as it is
-            raise
+            kind = write_settings(wording, model_type, known)["model_type"]
+        except ConfigError as error:
+            reasons.append(error)
+            continue
+        return wording, with_zero_biases(wording, params), kind
+    raise reasons[0]  # about the model as it is
+
+
+def with_zero_biases(model: Any, params: Any) -> Any:
+    """The parameters, with zeros for the biases of the model that they lack."""
     leaves = parameters.paths(params)
     dtype = next(iter(leaves.values())).dtype
-    for path, leaf in parameters.paths(models.spec(biased)).items():
+    for path, leaf in parameters.paths(models.spec(model)).items():
         if path not in leaves and path.endswith("bias"):
             leaves[path] = jnp.zeros(leaf.shape, dtype)
-    return biased, unflatten_dict(leaves, sep="/"), kind
+    return unflatten_dict(leaves, sep="/")
 
 
 def _with_biases(model: Any) -> Any:
@@ -101,12 +121,14 @@ def _with_biases(model: Any) -> Any:
     return replace(model, use_bias=True)
 
 
-def _rounded(model: Any, params: Any, dtype: Any) -> Any:
-    """The parameters in `dtype`; variables, such as the bias that chooses experts, stay."""
-    variables = parameters.variables(models.spec(model))
+def weights(run: Run, dtype: Any) -> Any:
+    """The run's parameters in `dtype`; variables, such as the bias that chooses experts, stay."""
+    if dtype is None:
+        return run.params
+    variables = parameters.variables(models.spec(run.model))
     leaves = {
         path: leaf if path in variables else leaf.astype(dtype)
-        for path, leaf in parameters.paths(params).items()
+        for path, leaf in parameters.paths(run.params).items()
     }
     return unflatten_dict(leaves, sep="/")
 

@@ -172,7 +172,7 @@ class Detections(NamedTuple):
 
 
 def detect(config: EncoderDecoder, params: Tree, images: Any, **options: Any) -> Detections:
-    """The objects that a model with the heads of this file finds in images.
+    """The objects that a model with the heads of this file finds in images `[B, height, width, C]`.
 
     `options` are those of `models.apply`, such as `source_segment_ids`. Carion et al. 2020,
     section 3.1: where "no object" is surest, the score is that of the second surest class.

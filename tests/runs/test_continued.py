@@ -105,6 +105,26 @@ def test_what_cannot_go_on_is_told(first, options, said):
         assert not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text()
 
 
+def test_the_other_run_may_go_once_there_is_a_checkpoint(first, monkeypatch):
+    """A run that is killed then resumes from its own, and a finished one says that it is."""
+    options = "--steps=12", "--name=more", f"--continue-from={first}"
+    later = Reporter.later
+
+    def stop(self, number, *arguments):
+        if number == 10:
+            raise Stopped
+        return later(self, number, *arguments)
+
+    monkeypatch.setattr(Reporter, "later", stop)
+    with pytest.raises(Stopped):
+        train(*options)
+    monkeypatch.setattr(Reporter, "later", later)
+    first.rename(first.parents[1] / "elsewhere")
+    for said in ("resuming after step", "this run is finished"):
+        code, printed = train(*options)
+        assert code == 0 and said in printed, printed
+
+
 @pytest.mark.thorough
 def test_it_goes_on_on_eight_devices(first):
     options = "--steps=12", f"--continue-from={first}"

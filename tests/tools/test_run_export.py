@@ -127,11 +127,15 @@ def test_weights_may_be_rounded_and_a_program_needs_no_family(tmp_path):
     folder, out = exported("decoder", tmp_path, "--dtype=bfloat16")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(families.load(out).params)} == {"bfloat16"}
     run = jaxformer.open_run(folder)
+    own = families.FAMILIES["gpt2"]  # a value, as one of the user's own
+    run_export.export(run, tmp_path / "own", model_type="mine", family=own)
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["model_type"] == "mine"
+    assert families.load(tmp_path / "own", family=own).params.keys() == run.params.keys()
     with pytest.raises(ConfigError, match="exists and is not an empty folder"):
         run_export.export(run, out)
     jaxtyping.config.update("jaxtyping_disable", True)  # an open size is no int
     try:
-        run_export.export(run, tmp_path / "program", program=True)
+        run_export.export_program(run, tmp_path / "program")
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
     names = {file.name for file in (tmp_path / "program").iterdir()}
