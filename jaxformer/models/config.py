@@ -290,8 +290,11 @@ class ModelConfig:
     attention_implementation: Implementation = execution(None, unless=has_own_kernel)
     # what a layer keeps for the backward pass: everything (none), products with weights (dots),
     # what attention reads and what its kernels give (qkv), the results of kernels for long
-    # attention (attention), or only its input (full); or a policy of `jax.checkpoint`
-    remat: Literal["none", "dots", "qkv", "attention", "full"] | Callable = execution("none")
+    # attention (attention), only its input (full), or that in the memory of the host (offload);
+    # or a policy of `jax.checkpoint`, which sees that input by the name layer_input
+    remat: Literal["none", "dots", "qkv", "attention", "full", "offload"] | Callable = execution(
+        "none"
+    )
     # layers in one step of the scan; num_layers: no scan; None: the fastest on the platform
     unroll: int | None = execution(None)
     norm_placement: InitVar[str | None] = None  # in older files: the first name of `block`

@@ -15,6 +15,7 @@ from jaxformer import masks, models, params
 from jaxformer.errors import ConfigError
 from jaxformer.models import Embedding, ModelConfig, Sinusoidal, blocks
 from jaxformer.models.layer import Mixer
+from jaxformer.models.stacks.remat import POLICIES
 from jaxformer.ops.positions import Rope
 from jaxformer.params import Spec
 
@@ -319,11 +320,11 @@ def test_what_is_kept_for_the_backward_pass_changes_no_gradient():
         remat: jax.jit(jax.grad(partial(loss, replace(config, remat=remat))))
         .lower(weights)
         .compile()
-        for remat in ("none", "dots", "qkv", "attention", "full", OWN_POLICY)
+        for remat in (*POLICIES, OWN_POLICY)
     }
     loops = {remat: program.as_text().count(" while(") for remat, program in programs.items()}
     assert loops["attention"] == loops["qkv"] == loops["none"]
-    assert loops["none"] < loops["full"] == loops["dots"] == loops[OWN_POLICY]
+    assert loops["none"] < loops["full"] == loops["offload"] == loops["dots"] == loops[OWN_POLICY]
     # the same operations, which other fusions sum in another order
     for program in programs.values():
         same = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-8)

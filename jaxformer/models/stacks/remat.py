@@ -2,14 +2,18 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.models.config import ModelConfig
 from jaxformer.ops.einsum import PRODUCT
 
-POLICIES = ("none", "dots", "qkv", "attention", "full")  # the words of `ModelConfig.remat`
+# the words of `ModelConfig.remat`
+POLICIES = ("none", "dots", "qkv", "attention", "full", "offload")
 HEADS = ("query", "key", "value")  # the names of what attention reads, for policies
+LAYER_INPUT = "layer_input"  # the name of the residual stream that a layer reads, for policies
 
 
 def remat(config: ModelConfig, f: Callable, in_scan: bool) -> Callable:
@@ -32,7 +36,36 @@ def remat(config: ModelConfig, f: Callable, in_scan: bool) -> Callable:
             return checkpoint(policy=_save_attention)
         case "full":
             return checkpoint()
-    return checkpoint(policy=config.remat)  # a policy of the user's own
+        case "offload":
+            return _checkpoint_by_name(f, _offload_layer_inputs(), in_scan)
+    return _checkpoint_by_name(f, config.remat, in_scan)  # a policy of the user's own
+
+
+def _checkpoint_by_name(f: Callable, policy: Any, in_scan: bool) -> Callable:
+    """f under a policy that sees the residual stream by its name, `LAYER_INPUT`."""
+
+    def with_named_input(flow, *inputs):
+        return f(flow._replace(x=jax.tree.map(_named_input, flow.x)), *inputs)
+
+    return jax.checkpoint(with_named_input, policy=policy, prevent_cse=not in_scan)
+
+
+def _named_input(x):
+    return checkpoint_name(x, LAYER_INPUT)
+
+
+def _offload_layer_inputs() -> Callable:
+    """Keeps the input of each layer in the memory of the host, and nothing else.
+
+    The transfers run beside the products of other layers. A device keeps one layer's arrays, so
+    that longer texts and larger batches fit than with `full`.
+    """
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 def _save_products(primitive, *operands, **options) -> bool:

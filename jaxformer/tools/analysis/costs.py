@@ -134,7 +134,8 @@ def cache_bytes(
 def kept_bytes(config: ModelConfig, length: int, batch: int = 1, dtype: Any = jnp.bfloat16) -> int:
     """Bytes that the forward pass of a training step keeps for the backward pass.
 
-    Parameters are not counted. The number is exact: it is read from the jaxpr.
+    Parameters, and arrays in the memory of the host, are not counted. The number is exact: it is
+    read from the jaxpr.
     """
     _check_sizes(length, batch)
     tokens = jnp.zeros((batch, length), jnp.int32)
@@ -152,7 +153,8 @@ def kept_bytes(config: ModelConfig, length: int, batch: int = 1, dtype: Any = jn
         if not hasattr(variable, "val") and variable not in arguments
     }
     arrays: list[Any] = [variable.aval for variable in residuals]
-    return sum(array.size * array.dtype.itemsize for array in arrays)
+    on_device = [array for array in arrays if array.memory_space != jax.memory.Space.Host]
+    return sum(array.size * array.dtype.itemsize for array in on_device)
 
 
 def crossover(config: ModelConfig) -> float:

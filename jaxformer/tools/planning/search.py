@@ -73,6 +73,7 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     # bytes that a layer saves for the backward pass
     saved = {
         "full": stream,
+        "offload": 0,
         "attention": stream + attended,
         "qkv": stream + 2 * attended + 2 * tokens * K * H * width / split,
         "dots": inner + 2 * stream,
@@ -87,7 +88,14 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     trained = trained_weights(experiment)
     a_token = cost.training_flops(model, model.context_length, trained=trained)
     total = a_token * experiment.batch_size * model.context_length
-    shares = {"full": 1.33, "attention": 1.3, "qkv": 1.2, "dots": 1.03, "none": 1.0}
+    shares = {
+        "offload": 1.34,
+        "full": 1.33,
+        "attention": 1.3,
+        "qkv": 1.2,
+        "dots": 1.03,
+        "none": 1.0,
+    }
     recomputed = shares.get(model.remat, shares["none"])
     # bytes/s of one link, and of the network between the devices of fsdp and data
     link = chip.network / (chip.links or 2)
@@ -96,7 +104,7 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     # sums in each layer
     weights = (2 * width + 4) * gathered / 4 / split / shape["expert"] if shape["fsdp"] > 1 else 0
     summed = 2 * local if shape["data"] > 1 else 0
-    sums = 6 if model.remat in ("full", "attention", "qkv") else 4
+    sums = 6 if model.remat in ("offload", "full", "attention", "qkv") else 4
     reduced = sums * 2 * L * stream * (split - 1) / split
     blocking = total * recomputed / devices / (chip.peak * chip.reached) + reduced / link
     return Estimate(peak, max(blocking, (weights + summed) / far))

@@ -126,6 +126,7 @@ def test_caches_and_what_training_keeps():
     assert kept["full"] <= kept["attention"] < kept["qkv"] < kept["dots"] < kept["none"]
     inputs = 2 * 32 * 16 * 3  # at least the input of each layer, in 16 bits
     assert inputs <= kept["full"] < 4 * inputs
+    assert kept["offload"] == kept["full"] - inputs  # they are in the memory of the host
     # scores of the reference grow with the square
     assert costs.kept_bytes(SMALL, 64) > 2 * costs.kept_bytes(SMALL, 32)
 
