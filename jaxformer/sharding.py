@@ -286,6 +286,16 @@ def platform() -> str:
     return device if isinstance(device, str) else device.platform
 
 
+def device_kind() -> str:
+    """The kind of chip of a program, such as "TPU v6 lite", by the rule of `platform`."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
+    return device.device_kind
+
+
 def is_one_cpu() -> bool:
     """Whether a program is for one CPU device.
 

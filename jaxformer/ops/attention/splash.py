@@ -15,6 +15,7 @@ from jaxformer.masks import EMPTY, FAR, FULL, PARTIAL, Mask, full, rules
 from jaxformer.ops.attention.blocks import padded
 from jaxformer.ops.attention.call import Call, Share, device_count, refuse, share
 from jaxformer.ops.attention.kernel import Kernel
+from jaxformer.ops.attention.splash_blocks import Blocks, blocks_of
 
 # A sink without weight: exp(-1e38 - s) is 0 for any score s. With it, a query that sees no key
 # divides 0 by 1. Without it the kernel would divide by the number of hidden keys, whose score is
@@ -38,9 +39,9 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     (B, T, N, H), S = query.shape, key.shape[1]
     width = max(H, value.shape[-1])
     split = share(B, T, key.shape[2])
-    query_block = _query_block(T, width, device_count(split.length))
-    assert query_block is not None  # `refuses_on_mesh` would have named it
-    block = query_block, block_size(S, width)
+    blocks = blocks_of(T, S, width, device_count(split.length))
+    assert blocks is not None  # `refuses_on_mesh` would have named it
+    block = blocks.query, blocks.key
     dynamic = [conjunct for conjunct in call.mask.conjuncts() if not conjunct.static]
     static = _static_part(call.mask, T, S)
     tables = _tables(static, N, T, S, block)
@@ -51,7 +52,7 @@ def attention(query: Array, key: Array, value: Array, call: Call) -> Array:
     sizes = (scaled, block[0]), (key, block[1]), (value, block[1])
     whole_blocks = (padded(x, 1, size) for x, size in sizes)
     sinks = jnp.full((B, N), NO_SINK) if call.sinks is None else _by_batch_row(B, call.sinks)
-    kernel, kernel_spec = _kernel(tables, block, call.softcap, split)
+    kernel, kernel_spec = _kernel(tables, blocks, call.softcap, split)
     run = partial(jax.lax.platform_dependent, tpu=partial(_run, False), default=partial(_run, True))
     by_head = P(split.batch, split.heads, split.length)
     gathered = P(split.batch, split.heads)
@@ -94,14 +95,14 @@ def refuses_on_mesh(query: Array, key: Array, value: Array, call: Call) -> str |
     (B, T, _, H), S = query.shape, key.shape[1]
     width = max(H, value.shape[-1])
     devices = device_count(share(B, T, key.shape[2]).length)
-    query_block = _query_block(T, width, devices)
-    if query_block is None:
+    blocks = blocks_of(T, S, width, devices)
+    if blocks is None:
         return f"{T // devices} queries a device, {T} on mesh.context={devices} (multiples of 128)"
     if devices == 1:
         return None
     # JAX 0.12's kernel joins an empty list of tables (`_process_mask`, with q_seq_shards)
     mask = _static_part(call.mask, T, S)
-    kinds = mask.blocks(T, S, (query_block, block_size(S, width)))
+    kinds = mask.blocks(T, S, (blocks.query, blocks.key))
     if (kinds == PARTIAL).any() or not kinds.any():  # no kernel runs where all is hidden
         return None
     return f"mask {call.mask} that leaves each block whole or empty, on mesh.context={devices}"
@@ -118,31 +119,6 @@ def _refuses_here(query: Array, key: Array, value: Array, call: Call) -> str | N
 
 
 SPLASH = Kernel("splash", attention, _refuses_here, platforms=("tpu",))
-
-
-# The cost model of block sizes
-def block_size(length: int, head_width: int) -> int:
-    """Queries or keys of a block: a multiple of 128 (the TPU's lanes) that pads `length` least.
-
-    At most 512, and 256 for wide heads: the on-chip memory holds a block of each operand twice and
-    some float32 squares of scores, 512 x 512 x 4 B = 1 MB.
-    """
-    largest = 512 if head_width <= 256 else 256
-    count = max(1, -(-length // largest))
-    return -(-max(1, length) // (count * 128)) * 128
-
-
-def _query_block(T: int, head_width: int, devices: int) -> int | None:
-    """The number of queries of a block; None: no size fits.
-
-    Queries that are split among devices are not padded, so a block must divide them.
-    """
-    if devices == 1:
-        return block_size(T, head_width)
-    for block in (512, 384, 256, 128):
-        if T // devices % block == 0 and block <= block_size(block, head_width):
-            return block
-    return None
 
 
 def _tables(mask: Mask, N: int, T: int, S: int, block: tuple[int, int]) -> list[Any]:
@@ -203,14 +179,22 @@ def _segment_ids(
     return q_ids, jnp.where(kv_ids == 0, HIDDEN, kv_ids)
 
 
-def _kernel(tables, block: tuple[int, int], softcap, split: Share) -> tuple[Any, Any]:
+def _kernel(tables, blocks: Blocks, softcap, split: Share) -> tuple[Any, Any]:
     """The kernel, a tree of tables, and its PartitionSpecs."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
-    q, kv = block
+    q, kv, product, is_fused = blocks
     sizes = kernels.BlockSizes(
-        block_q=q, block_kv=kv, block_q_dkv=q, block_kv_dkv=kv, block_q_dq=q, block_kv_dq=kv
+        block_q=q,
+        block_kv=kv,
+        block_kv_compute=product,
+        block_q_dkv=q,
+        block_kv_dkv=kv,
+        block_kv_dkv_compute=product,
+        block_q_dq=None if is_fused else q,
+        block_kv_dq=None if is_fused else kv,
+        use_fused_bwd_kernel=is_fused,
     )
     kernel = kernels.make_splash_mha(
         MultiHeadMask(tables),

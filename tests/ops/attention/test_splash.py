@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from jaxformer import masks
-from jaxformer.ops.attention import _log_once, attention, splash
+from jaxformer.ops.attention import _log_once, attention, splash, splash_blocks
 from jaxformer.ops.attention.call import Call
 from jaxformer.parallel import AXES, Mesh, make_mesh
 
@@ -26,11 +26,23 @@ from jaxformer.parallel import AXES, Mesh, make_mesh
 FLOAT32 = dict(rtol=1e-5, atol=1e-5)
 
 
+SMALL = splash_blocks.Limits(block=128, product=128, is_fused=False)
+# two products in a block, and one backward pass
+FUSED = splash_blocks.Limits(block=256, product=128, is_fused=True)
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     """The smallest blocks, so that a few hundred positions make several of them: EMPTY, PARTIAL,
     FULL and padded ones."""
-    monkeypatch.setattr(splash, "block_size", lambda length, width: 128)
+    monkeypatch.setattr(splash_blocks, "OTHERS", SMALL)
+
+
+@pytest.fixture
+def fused_blocks(monkeypatch):
+    """The blocks of a chip that makes all gradients in one pass, as small as they can be."""
+    monkeypatch.setattr(splash_blocks, "OTHERS", FUSED)
+    monkeypatch.setattr(splash_blocks, "FEWEST", 1)
 
 
 def value_and_vjp(f, g, *args):
@@ -93,6 +105,19 @@ CASES = [
 @pytest.mark.parametrize(("mask", "T", "S", "options"), CASES, ids=lambda x: str(x)[:40])
 def test_equals_the_reference(mask, T, S, options, small_blocks):
     assert_equal(mask, T, S, **options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("mask", "T", "S", "options"), CASES, ids=lambda x: str(x)[:40])
+def test_one_backward_pass_equals_the_reference(mask, T, S, options, fused_blocks):
+    assert_equal(mask, T, S, **options)
+
+
+@pytest.mark.thorough
+def test_one_backward_pass_with_several_products_in_a_block(fused_blocks):
+    mask = masks.causal() & masks.window(300)
+    assert splash_blocks.blocks_of(600, 600, 8) == (256, 256, 128, True)
+    assert_equal(mask, 600, 600, N=2, K=1)
 
 
 MORE = [
@@ -234,12 +259,26 @@ def test_nothing_to_see_is_zero_without_a_kernel():
 
 
 def test_blocks_fit_and_pad_little():
-    for length in range(1, 3000, 7):
-        for width in (64, 256, 512):
-            block = splash.block_size(length, width)
+    for limits in (splash_blocks.OTHERS, *splash_blocks.LIMITS.values()):
+        for length in range(1, 20000, 37):
+            block = splash_blocks.block_size(length, limits)
             padded = -(-length // block) * block
-            assert block % 128 == 0 and block <= (512 if width <= 256 else 256)
-            assert padded - length < 128 * -(-padded // block)  # less than 128 a block
+            unit = 128 if block <= limits.product else limits.product
+            assert block % unit == 0 and block <= limits.block
+            assert padded - length < unit * -(-padded // block)  # less than one unit a block
+            assert block <= limits.product or length // block >= splash_blocks.FEWEST
+
+
+def test_wide_heads_have_smaller_blocks():
+    assert splash_blocks.limits_of(256).block == 512
+    assert splash_blocks.limits_of(512).block == 256
+
+
+@pytest.mark.parametrize("kind, limits", splash_blocks.LIMITS.items())
+def test_a_chip_has_its_blocks(monkeypatch, kind, limits):
+    monkeypatch.setattr(splash_blocks, "device_kind", lambda: kind)
+    blocks = splash_blocks.blocks_of(8192, 8192, 128)
+    assert blocks == (limits.block, limits.block, limits.product, limits.is_fused)
 
 
 def test_a_long_mask_is_read_block_by_block():
