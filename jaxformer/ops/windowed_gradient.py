@@ -17,10 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxformer.sharding import platform, psum_scatter
+from jaxformer.sharding import device_kind, platform, psum_scatter
 
 FEWEST = 16  # devices; a smaller ring was not measured
-ROW = 16  # devices of a row of a torus of more than 16
+ROW = 16  # devices of a row, where other axes of the mesh share the torus
+FLAT = ("TPU v5 lite", "TPU v6 lite")  # chips whose torus has two dimensions
+# {devices of a whole torus: rows}, so that a message passes two links at most: 4 x 8, 8 x 8,
+# 8 x 16, 4 x 8 x 8, 8 x 8 x 8, 8 x 8 x 16, 8 x 16 x 16. The compiler's coordinates were asked.
+ROWS = {32: 4, 64: 8, 128: 8, 256: 4, 512: 8, 1024: 8, 2048: 8}
+FLAT_ROWS = ROWS | {256: 16}  # 16 x 16
 
 
 class Ring(NamedTuple):
@@ -51,10 +56,12 @@ def ring_of(size: int) -> Ring | None:
         return None
     if size == FEWEST:
         return Ring(tuple(range(size)))
-    rows = size // ROW
-    if size % ROW or rows % 2:
+    if size % ROW:
         return None
-    return folded(rows, ROW)
+    rows = size // ROW
+    if jax.sharding.get_abstract_mesh().size == size:
+        rows = (FLAT_ROWS if device_kind() in FLAT else ROWS).get(size, rows)
+    return None if rows % 2 else folded(rows, size // rows)
 
 
 def folded(rows: int, inner: int) -> Ring:

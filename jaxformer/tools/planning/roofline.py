@@ -27,7 +27,7 @@ def network(
     waits: dict[str, float] = defaultdict(float)
     overlapped: dict[str, float] = defaultdict(float)
     everywhere = list(mesh.devices.flat)
-    extents = _extents(everywhere)
+    extents = _extents(_coordinates(everywhere))
     for exchange in exchanges:
         kind = exchange.kind
         devices = [everywhere[position] for position in exchange.group] or everywhere
@@ -96,10 +96,15 @@ def _island(device) -> int:
     return getattr(device, "slice_index", 0)
 
 
-def _extents(devices: list) -> list[int]:
-    """The number of different coordinates of devices in each dimension of their torus."""
+def _coordinates(devices: list) -> list[tuple[int, ...]]:
+    """The places of chips in their torus; two cores of a chip have the same."""
     coords = [device.coords for device in devices if getattr(device, "coords", None) is not None]
-    return [len(set(column)) for column in zip(*coords, strict=True)]
+    return [tuple(place) for place in dict.fromkeys(map(tuple, coords))]
+
+
+def _extents(places: list[tuple[int, ...]]) -> list[int]:
+    """The number of different coordinates in each dimension of a torus."""
+    return [len(set(column)) for column in zip(*places, strict=True)]
 
 
 def _speed(devices: list, extents: list[int], chip: Chip) -> float:
@@ -107,8 +112,26 @@ def _speed(devices: list, extents: list[int], chip: Chip) -> float:
     if not chip.links:
         return chip.network / 2
     neighbours = [device for device in devices if _island(device) == _island(devices[0])]
+    places = _coordinates(neighbours)
+    spans = _extents(places)
+    link = chip.network / chip.links
+    if places and math.prod(spans) > len(places):  # a diagonal: it fills no box of the torus
+        return link * min(1.0, chip.links / (2 * _mean_hops(places, extents, chip)))
     rings = []  # 1 for each dimension with a ring, 1/2 for an open line
-    for span, full in zip(_extents(neighbours), extents, strict=True):
+    for span, full in zip(spans, extents, strict=True):
         if span > 1:
             rings.append(1.0 if span == full and span in _TORUS[chip.links] else 0.5)
-    return chip.network / chip.links * max(0.5, math.fsum(rings))
+    return link * max(0.5, math.fsum(rings))
+
+
+def _mean_hops(places: list[tuple[int, ...]], extents: list[int], chip: Chip) -> float:
+    """The mean number of links between neighbours of a ring that visits the places in order.
+
+    A message occupies each link that it passes, so that other groups wait for them.
+    """
+    hops = 0
+    for place, after in zip(places, places[1:] + places[:1], strict=True):
+        for a, b, extent in zip(place, after, extents, strict=True):
+            steps = abs(a - b)
+            hops += min(steps, extent - steps) if extent in _TORUS[chip.links] else steps
+    return hops / len(places)

@@ -198,6 +198,20 @@ def test_a_ring_of_an_axis_is_faster_than_the_axis_is_long():
     assert waits == {"fsdp": pytest.approx(15e9 / 100e9)}
 
 
+def test_a_diagonal_is_no_two_dimensions_of_a_torus():
+    """On a 4 x 4, a column has half of a ring; a diagonal shares its links with other groups."""
+    link = 400e9 / 4
+    mesh = Grid([[Device("tpu", [n // 4, n % 4]) for n in range(16)]])
+    seconds = lambda *group: roofline.network(
+        [Exchange("all-gather", group, False, 1, 10**9)], mesh, V5E
+    )[0]["fsdp"]
+    column = seconds(0, 4, 8, 12)
+    assert column == pytest.approx(3 / 4 * 1e9 / (link / 2))
+    diagonal = seconds(0, 5, 10, 15)  # three steps of two links, and six links back
+    assert diagonal == pytest.approx(3 / 4 * 1e9 / (link * 4 / (2 * 3)))
+    assert seconds(0, 7, 8, 15) > column  # every fourth of a snake: more than four links a step
+
+
 def test_a_step_waits_for_what_nothing_runs_beside():
     step = lambda products, others, waits, overlapped: (
         roofline.Seconds(products, others, waits, overlapped).step

@@ -22,7 +22,8 @@ from jax.sharding import Mesh as JaxMesh, NamedSharding, PartitionSpec as P
 from jaxformer.models import presets
 from jaxformer.ops import projected_cross_entropy
 from jaxformer.ops.mixture import mixture
-from jaxformer.parallel import Mesh
+from jaxformer.ops import windowed_gradient
+from jaxformer.parallel import Mesh, make_mesh
 from jaxformer.tools.planning import hlo, plan
 
 one = NamedSharding(JaxMesh(np.array(topology.devices("v5e:1x1")), ("data",)), P())
@@ -76,9 +77,48 @@ def experts():
     return text.count('custom_call_target="tpu_custom_call"'), text.count(" while(")
 
 
+def remat(word):
+    "Bytes of a device and of its host that a step of eight layers keeps."
+    model = replace(
+        presets.llama_7b,
+        num_layers=8,
+        d_model=512,
+        num_heads=4,
+        d_ff=1024,
+        vocab_size=1024,
+        context_length=1024,
+    )
+    experiment = plan.of_preset("small", model)
+    experiment = replace(experiment, batch_size=16, model=replace(experiment.model, remat=word))
+    made = plan.plan(experiment, "v5e:2x2", topology.devices("v5e:2x2"), fast=True)
+    return made.temporary_bytes, made.host_bytes
+
+
+def hops(name):
+    "The most links that a message of a travelling sum passes, over the whole torus."
+    devices = topology.devices(name)
+    mesh = make_mesh(Mesh(data=1, fsdp=len(devices)), devices)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        ring = windowed_gradient.ring_of(len(devices))
+    flat = list(mesh.devices.flat)
+    extents = [len(set(column)) for column in zip(*(each.coords for each in flat))]
+    closed = [n == 16 if name[:3] in ("v5e", "v6e") else n % 4 == 0 for n in extents]
+
+    def links(a, b):
+        steps = [abs(x - y) for x, y in zip(flat[a].coords, flat[b].coords)]
+        ways = zip(steps, extents, closed)
+        return sum(min(step, n - step) if is_ring else step for step, n, is_ring in ways)
+
+    return max(links(a, b) for a, b in ring.pairs())
+
+
+FLAT = "v5e:4x4 v5e:4x8 v5e:8x8 v5e:8x16 v5e:16x16 v6e:16x16"
+DEEP = "v5p:4x4x4 v5p:4x4x8 v5p:4x8x8 v5p:8x8x8 v5p:8x8x16"
 print(
     json.dumps(
         {
+            "remat": {word: remat(word) for word in ("full", "offload")},
+            "hops": {name: hops(name) for name in (FLAT + ' ' + DEEP).split()},
             "head": head(),
             "experts": experts(),
             "tensor": step("v5e:2x2", Mesh(data=1, tensor=4), 1024, 2816),
@@ -145,3 +185,16 @@ def test_gradients_summed_in_16_bits_move_half_as_much(programs):
     }
     assert moved["fsdp16"] < 0.51 * moved["fsdp"]
     assert programs["fsdp"]["collective-permute"] * 2**20 >= 4 * kernels * 15 / 16
+
+
+def test_layer_inputs_are_kept_by_the_host(programs):
+    """Eight inputs of 4 x 1,024 x 512 numbers of 16 bits."""
+    inputs = 8 * 4 * 1024 * 512 * 2
+    (full, nothing), (offloaded, host) = programs["remat"]["full"], programs["remat"]["offload"]
+    assert nothing == 0 and host == inputs
+    assert offloaded < full
+
+
+def test_sums_travel_between_near_chips(programs):
+    """Each chip's coordinates are those of its compiler."""
+    assert programs["hops"] and max(programs["hops"].values()) <= 2, programs["hops"]
