@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,21 @@ class Hosts:
     # system
     files: str = "tree"
     mount: str = "/mnt/data"  # a place for files that are too large to be copied
+    has_tpu: bool = False
 
 
 @dataclass(frozen=True)
 class Command:
-    """The training command after `python`, and the checks that were made, in words."""
+    """The training command after `python`, its variables, and the checks that were made."""
 
     words: list[str]
-    facts: list[str]
+    facts: list[str]  # in words
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment
+
+    def line(self, python: str) -> list[str]:
+        """The words of a shell that start it."""
+        variables = [f"{name}={text}" for name, text in self.variables.items()]
+        return [*(["env", *variables] if variables else []), python, *self.words]
 
 
 def train_command(name: str, arguments: list[str], runs: str, hosts: Hosts) -> Command:
@@ -68,7 +75,20 @@ def train_command(name: str, arguments: list[str], runs: str, hosts: Hosts) -> C
         *(f"{path} is there" for path in seen),
     ]
     facts = [f"checked here: {fact}" for fact in here]
-    return Command(words, [*facts, f"each host checks before training: {', '.join(later)}"])
+    facts.append(f"each host checks before training: {', '.join(later)}")
+    variables = compiler_flags(hosts.has_tpu)
+    facts += [f"each host has {name}={text}" for name, text in variables.items()]
+    return Command(words, facts, variables)
+
+
+def compiler_flags(has_tpu: bool) -> dict[str, str]:
+    """{variable: flags} of libtpu that whoever launches has set: hosts get the same ones.
+
+    There are none of our own: those that made gathers of v6e asynchronous with libtpu 0.0.42 are
+    refused by 0.0.50 ("not supported on platforms other than TPU v5e").
+    """
+    text = os.environ.get("LIBTPU_INIT_ARGS", "")
+    return {"LIBTPU_INIT_ARGS": text} if has_tpu and text else {}
 
 
 def check_mesh(experiment: Any, hosts: Hosts) -> str:
@@ -185,7 +205,7 @@ def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
     if hosts.files == "image":
         copied = [path for path in copied if path.startswith(("experiments/", "jaxformer/"))]
     elsewhere = []
-    for field, path in paths.items():
+    for name, path in paths.items():
         # the part before the first * of a glob; of paired files, the path without its ending
         start = os.path.normpath(path.partition("*")[0])
         if hosts.files == "shared":
@@ -196,8 +216,8 @@ def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
         else:
             there = any(file.startswith(start) for file in copied)
         if not there:
-            in_file = field == "EXP" or field.startswith("references.")  # no option sets these
-            option = f"{field}=" if in_file else f"--{field}="
+            in_file = name == "EXP" or name.startswith("references.")  # no option sets these
+            option = f"{name}=" if in_file else f"--{name}="
             place = {
                 "tree": "in the copy of this checkout",
                 "image": "in the image",

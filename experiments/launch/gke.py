@@ -35,6 +35,9 @@ CLAIM = """\
 SPOT = """
                 cloud.google.com/gke-spot: "true"
 """
+VARIABLE = """
+                env:
+                - {{name: {name}, value: {text}}}"""
 MANIFEST = """\
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -80,7 +83,7 @@ spec:
               containers:
               - name: train
                 image: {image}
-                command: {command}
+                command: {command}{variables}
                 ports:
                 - containerPort: 8471 # libtpu
                 - containerPort: 8482 # jax.distributed
@@ -148,6 +151,7 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
         options.slices,
         files="image",
         mount="/runs",
+        has_tpu=True,
     )
     command = door.train_command(options.experiment, arguments, "/runs", hosts)
     text = MANIFEST.format(
@@ -164,6 +168,10 @@ def manifest(options, arguments: list[str]) -> tuple[str, list[str]]:
         # Kubernetes replaces $$ by $
         command=f"[{', '.join(slices.quote(each) for each in ['python', *command.words])}]".replace(
             "$", "$$"
+        ),
+        variables="".join(
+            VARIABLE.format(name=name, text=slices.quote(text).replace("$", "$$"))
+            for name, text in command.variables.items()
         ),
         fuse=str(bool(bucket)).lower(),
         volume=(

@@ -89,7 +89,7 @@ def task(options, arguments: list[str]) -> tuple[str, list[str]]:
         lock=lock.FILE,
         python=lock.PYTHON,
         extra="tpu" if options.topology else "cuda",
-        run=slices.block(f"{variables}exec .venv/bin/python {shlex.join(command.words)}", "  "),
+        run=slices.block(f"{variables}exec {shlex.join(command.line('.venv/bin/python'))}", "  "),
     )
     return text, command.facts
 
@@ -115,7 +115,7 @@ def tpu_resources(topology: str) -> tuple[str, str, door.Hosts]:
         size = f"SkyPilot asks for a size, {tpu.accelerator}, which is {shape}"
         raise ConfigError(f"TOPOLOGY={topology}: {size}; take that shape, or make pod-train")
     runtime = f"\n  accelerator_args:\n    runtime_version: {slices.KINDS[tpu.kind].runtime}"
-    hosts = door.Hosts(tpu.devices, tpu.hosts, mount="/bucket")
+    hosts = door.Hosts(tpu.devices, tpu.hosts, mount="/bucket", has_tpu=True)
     return f"tpu-{tpu.accelerator}", runtime, hosts
 
 

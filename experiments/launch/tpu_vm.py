@@ -171,9 +171,9 @@ def start(command: list[str], bucket: str = "") -> tuple[str, str]:
     Log and exit code go to files. The identity is a digest of the words and of the bucket: the
     words do not name the bucket, because each is mounted at the same path.
     """
-    python = shlex.join([".venv/bin/python", *command])
-    identity = hashlib.sha256((python + (bucket and f" in {bucket}")).encode()).hexdigest()[:8]
-    run = f"{python} > ../jaxformer.run/log 2>&1; echo $? > ../jaxformer.run/exit"
+    line = shlex.join(command)
+    identity = hashlib.sha256((line + (bucket and f" in {bucket}")).encode()).hexdigest()[:8]
+    run = f"{line} > ../jaxformer.run/log 2>&1; echo $? > ../jaxformer.run/exit"
     inner = f"trap : TERM; echo $$ > pid; cd ../jaxformer; {run}"
     return identity, (
         f"cd ~/jaxformer.run && rm -f pid exit && echo {identity} > id"
@@ -398,9 +398,14 @@ def launch(options, arguments: list[str]) -> int:
     if shared:
         slices.check_runs(shared, tpu.hosts if tpu and not options.spot else None)
     mount = "/mnt/bucket" if bucket else "/mnt/data"
-    hosts = door.Hosts(tpu.devices if tpu else None, tpu.hosts if tpu else 1, mount=mount)
+    hosts = door.Hosts(
+        tpu.devices if tpu else None,
+        tpu.hosts if tpu else 1,
+        mount=mount,
+        has_tpu=True,
+    )
     checked = door.train_command(options.experiment, arguments, shared or "runs", hosts)
-    command = checked.words
+    command = checked.line(".venv/bin/python")
     pod = Pod(options.tpu, options.zone, options.project, tpu, options.spot)
     warning = "no BUCKET and no RUNS: checkpoints are on the worker's own disk, and go with the TPU"
     if options.dry:

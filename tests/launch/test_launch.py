@@ -594,9 +594,8 @@ def test_a_pod_that_cannot_be_had_is_not_asked_for_all_night(
 def test_the_same_command_attaches_and_another_is_refused(cloud, capfd):
     (cloud / "state").write_text("READY")
     going = subprocess.Popen(["sleep", "4"])
-    identity, _ = tpu_vm.start(
-        ["-m", "jaxformer", "train", "quickstart", "--runs", "/shared", "--jax", JAX]
-    )
+    words = ["-m", "jaxformer", "train", "quickstart", "--runs", "/shared", "--jax", JAX]
+    identity, _ = tpu_vm.start([".venv/bin/python", *words])
     for i in range(2):
         folder = cloud / f"worker{i}" / "jaxformer.run"
         folder.mkdir(parents=True)

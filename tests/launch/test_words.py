@@ -524,3 +524,45 @@ def test_what_is_submitted_can_be_ended(line, says, code, unchecked, capsys, mon
         [*words, "--", "--mesh.data=-1"]
     )
     assert found == (130 if code is None else code) and says in capsys.readouterr().out
+
+
+V6E = "--topology=v6e:4x4"
+SUBMITTED = {
+    "gke": [V6E, "--image=i", "--bucket=my-bucket"],
+    "skypilot": [V6E, "--bucket=my-bucket"],
+    "tpu_vm": ["--tpu=t", "--zone=z", V6E, "--bucket=my-bucket"],
+}
+
+
+@pytest.mark.parametrize("expected", ["--xla_mine=$HOME 'a'", ""])
+@pytest.mark.parametrize("launcher", SUBMITTED)
+def test_hosts_have_the_compiler_flags_of_whoever_launches(launcher, expected, capsys, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", expected)
+    line = [launcher, "quickstart", *SUBMITTED[launcher], ["--", "--mesh.data=-1"]]
+    if launcher == "tpu_vm":
+        line = ["tpu_vm", *SUBMITTED[launcher], "quickstart", ["--", "--mesh.data=-1"]]
+    code, out, err = launched(line, capsys)
+    assert code == 0, err
+    if not expected:
+        assert "LIBTPU_INIT_ARGS" not in out
+        return
+    if launcher == "gke":
+        document = yaml.safe_load(out)
+        pod = document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        (variable,) = pod["containers"][0]["env"]
+        assert variable["name"] == "LIBTPU_INIT_ARGS"
+        assert variable["value"].replace("$$", "$") == expected
+    elif launcher == "skypilot":
+        words = shlex.split(yaml.safe_load(out)["run"])
+        assert words[1:3] == ["env", f"LIBTPU_INIT_ARGS={expected}"]
+    else:
+        assert shlex.quote(f"LIBTPU_INIT_ARGS={expected}") in _unquoted(out)
+
+
+def _unquoted(out):
+    """The remote command of a script of tpu_vm, after the quotes of ssh and of bash."""
+    for text in shlex.split(out, comments=True):
+        for inner in shlex.split(text) if "LIBTPU" in text else ():
+            if inner.startswith("trap"):
+                return inner
+    return out

@@ -5,6 +5,7 @@ The real train step is compiled for devices that this machine does not have. `pl
 """
 
 import math
+import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,6 +143,8 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     speed = tokens / seconds.step
     mfu = cost.utilization(model, length, speed, len(devices), kind, source, trained)
     notes = _notes(log, experiment.mesh, mesh.shape["stage"])
+    if flags := os.environ.get("LIBTPU_INIT_ARGS"):
+        notes.append(f"compiled with LIBTPU_INIT_ARGS={flags}, as launched hosts are")
     return Plan(
         topology=name,
         chip=kind,
