@@ -110,6 +110,7 @@ def test_a_batch_is_a_function_of_parameters_key_and_step(tree):
     assert not np.array_equal(first["labels"], other["labels"])
 
 
+@pytest.mark.thorough
 def test_several_steps_of_one_batch_of_samples(tree):
     """The other steps have the same shapes, no weight, and write nothing."""
     rollouts = Rollouts(Numbers(), digits, group=G, max_tokens=8, updates=3)

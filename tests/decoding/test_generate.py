@@ -653,6 +653,7 @@ class Ternary:
         return np.array([-1, 0, 1], np.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", [NF4(8), Int4(6), Int8(16), Ternary()], ids=str)
 def test_weights_in_blocks_of_few_bits_are_their_rounded_selves(form):
     """The product is that of the rounded matrix; a table of 4 bits is looked up row by row. The
@@ -678,6 +679,7 @@ def is_in_blocks(leaf):
     return isinstance(leaf, BlockWeight)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bad", [0, -3])
 def test_numbers_of_rows_that_are_none_are_refused(bad):
     """In one line, before anything is compiled: `range` and a loop without an end were there

@@ -11,6 +11,7 @@ from jaxformer import models
 from jaxformer.tools.planning import flops
 
 
+@pytest.mark.thorough
 def test_each_label_is_the_fact_that_the_document_states():
     batch = {name: np.asarray(x) for name, x in long.draw(jax.random.key(0), 128, 8).items()}
     first = long.NOISE + long.KEYS * long.ANSWERS  # the number of the first question

@@ -117,7 +117,7 @@ TINY = {
 }
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("older", [True, False])
 def test_a_folder_of_timm_is_the_same_model(name, older, tmp_path, monkeypatch):

@@ -114,9 +114,8 @@ def test_another_process_without_this_package_has_the_same_logits_and_gradients(
         close(results[f"grad{batch}"], gradient["embedding"]["tokens"])
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_saved_program_is_a_function_of_tokens(tmp_path, dtype):
     weights = drawn(GPT, dtype)
     export.save(tmp_path / "gpt", GPT, weights)

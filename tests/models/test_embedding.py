@@ -181,6 +181,7 @@ def narrow(config):
     return embedding.Embedder(spec, apply, width=4, end=end)
 
 
+@pytest.mark.thorough
 def test_an_embedding_of_ones_own_reads_token_types_and_ends_the_sum():
     """Positions are as wide as its tables, and come before its end."""
     config = replace(TEXT, embedding=narrow, tie_embeddings=False, positions=Learned())

@@ -164,6 +164,7 @@ def test_the_objective_of_a_model():
     assert sums.metrics["groups_that_differ"][0] == 2
 
 
+@pytest.mark.thorough
 def test_the_gradient_is_that_of_reinforce():
     """sum A grad log p, for a ratio of 1: by the log-probabilities alone."""
     first, _ = trees()
@@ -218,6 +219,7 @@ def test_evaluation_is_the_cross_entropy_of_the_data():
     assert PolicyGradient().evaluation() == TokenCrossEntropy()
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     first, _ = trees()
     context = StepContext(jax.random.key(3))

@@ -48,6 +48,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_their_gradients(name):
     """As the papers write them, in float64; gradients by central differences."""
@@ -136,6 +137,7 @@ def test_evaluation_has_no_smoothing():
     assert Preference(IPO()).evaluation() == Preference(IPO())
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     tree = P.init(models.spec(MODEL), jax.random.key(0))
     context = StepContext(jax.random.key(3), references={"teacher": tree})
@@ -150,6 +152,7 @@ def test_what_does_not_fit_is_refused():
             make()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", [DPO(), IPO(), SimPO()])
 def test_the_anchor_of_any_loss(loss):
     """It adds the chosen answer's cross entropy, a mean over its tokens."""
@@ -166,6 +169,7 @@ def test_the_anchor_of_any_loss(loss):
         Preference(loss, anchor=-1.0)
 
 
+@pytest.mark.thorough
 def test_a_loss_of_ones_own():
     """Any function of what the models give."""
     from jaxformer.objectives.preference import Losses

@@ -69,6 +69,7 @@ def test_a_text_of_one_token_more_than_the_context():
     np.testing.assert_allclose(sums.loss, expected, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_model_without_such_a_head_is_refused():
     model = ModelConfig(vocab_size=V, num_layers=1, d_model=8, num_heads=2, context_length=T)
     tree = P.init(models.spec(model), jax.random.key(0))

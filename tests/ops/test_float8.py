@@ -132,6 +132,7 @@ gradient = jax.jit(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_close_to_its_products_in_bfloat16(name):
     """A share of 1/16 a product is lost at most, and much of it averages out."""
@@ -148,6 +149,7 @@ def test_a_model_is_close_to_its_products_in_bfloat16(name):
         assert np.isfinite(a).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*test_mixers.SYSTEMS, *test_variants.CONFIGS])
 def test_every_mixer_reads_its_weights_by_einsum(name):
     model = (test_mixers.SYSTEMS | test_variants.CONFIGS)[name]
@@ -157,6 +159,7 @@ def test_every_mixer_reads_its_weights_by_einsum(name):
     assert jax.tree.structure(gradients) == jax.tree.structure(weights)
 
 
+@pytest.mark.thorough
 def test_matrices_of_layers_alone_are_in_eight_bits():
     model = MODELS["experts"]
     spec = models.spec(model)

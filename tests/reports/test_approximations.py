@@ -113,7 +113,7 @@ def test_masks_that_cannot_be_kept_are_refused(name):
             function(q, k, v, mask=mask)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.report(
     "google-research/google-research#1406",
     right="causal sums by chunks are those by a triangle, for chunks that do not divide",

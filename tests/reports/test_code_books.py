@@ -9,6 +9,7 @@ from jaxformer import models
 from tests.zoo import test_hourglass as hourglasses, test_vector_quantised as books
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "zalandoresearch/pytorch-vq-vae#5", right="The loss reads the book as it was before the step."
 )
@@ -35,6 +36,7 @@ def test_nothing_to_start_again_at():
     books.test_a_batch_without_weight_restarts_nothing()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/vector-quantize-pytorch#20", right="The book becomes the states of its codes."
 )
@@ -42,6 +44,7 @@ def test_few_states():
     books.test_the_book_reaches_constant_states()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/vector-quantize-pytorch#162", right="Scoring gives the codes that training gives."
 )
@@ -59,6 +62,7 @@ def test_a_code_that_was_never_used():
     books.test_a_book_without_use_is_its_start()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/magvit2-pytorch#27", right="A shortened sequence tells no position of a later one."
 )

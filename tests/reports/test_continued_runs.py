@@ -6,6 +6,8 @@ import pytest
 
 from tests.runs.test_continued import first, runs_named, train  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.thorough  # each trains a run, some seconds long
+
 
 def rates(folder):
     """{step: learning rate} of a run's record."""

@@ -113,6 +113,7 @@ def test_the_direction_of_time():
     dits.test_straight_lines_need_one_step()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/diffusers#13616",
     right="a label that does not exist gives NaN, and no label of somebody else",

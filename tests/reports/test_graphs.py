@@ -14,6 +14,7 @@ from jaxformer.zoo.graphormer import edge_bias
 from tests.zoo import test_graphormer as graphs
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "dmlc/dgl#5476",
     right="rows of padding, which see no key, stay finite, and so do their gradients",
@@ -41,6 +42,7 @@ def test_the_mean_along_a_path():
     np.testing.assert_allclose(edge_bias(table, paths)[0, :, :, 0], [[0, 2], [3.5, 6]])
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "microsoft/Graphormer#87",
     right="padding may hold any number, and 0 is a value of a feature as others are",
@@ -50,6 +52,7 @@ def test_padding_may_hold_any_number(filler):
     graphs.test_padding_stays_hidden(7, filler)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "rampasek/GraphGPS#40",
     right="another order of the nodes changes no answer of the virtual node",

@@ -26,6 +26,7 @@ def read(folder, name, **settings):
 # Settings
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ggml-org/llama.cpp#20746",
     "vllm-project/vllm#10184",
@@ -230,6 +231,7 @@ def test_the_prefix_of_the_base_model_may_be_missing(name, tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, found.params, plain.params))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#44454",
     "huggingface/transformers#31387",

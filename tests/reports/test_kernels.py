@@ -423,6 +423,7 @@ def test_dropout_is_the_same_in_every_kernel_and_under_remat():
         np.testing.assert_allclose(slope, gradient, atol=2e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "jax-ml/jax#34920",
     listed="second 35",

@@ -88,6 +88,7 @@ def test_the_scale_of_a_split_tensor_is_that_of_the_whole():
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "AI-Hypercomputer/maxtext#498",
     right="a model that trained in 8 bits writes and is scored; its checkpoint has plain weights",
@@ -103,6 +104,7 @@ def test_what_trained_in_eight_bits_is_scored_with_plain_weights():
     assert jax.tree.structure(state.params) == jax.tree.structure(recipe.spec)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/torchchat#1362", "huggingface/optimum-executorch#151",
     right="a matrix whose inputs are no multiple of a block is stored in blocks, not left out",

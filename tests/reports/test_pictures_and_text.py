@@ -11,6 +11,7 @@ from tests.zoo import test_llava as llava
 GREEDY = decoding.Sampling(temperature=0.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#36002",
     "unslothai/unsloth#3783",
@@ -27,6 +28,7 @@ def test_another_number_of_image_tokens_than_of_patches(count):
         decoding.generate(llava.MODEL, params, tokens.tolist(), 2, sources=image)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#36002",
     right="a prompt with image tokens and no image is no answer of a blind model",
@@ -39,6 +41,7 @@ def test_a_forgotten_image():
     assert np.isfinite(text).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "StarsfieldAI/R1-V#91",
     right="an image token that the model itself writes is a token, and needs no image",
@@ -54,6 +57,7 @@ def test_a_written_image_token():
     np.testing.assert_allclose(logits, again, rtol=1e-4, atol=1e-4)  # other sums of float32
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#30993",
     right="a later token does not change the logits before it, also behind an image",
@@ -67,6 +71,7 @@ def test_text_behind_an_image_is_causal():
     assert np.abs(one[:, 6] - other[:, 6]).max() > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#35855",
     right="padding behind a text of an image is hidden from it",
@@ -75,6 +80,7 @@ def test_padding():
     llava.test_padding_behind_a_text_stays_hidden()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "Blaizzy/mlx-vlm#1542",
     right="answers to prompts of several lengths in one batch are those to each prompt alone",

@@ -7,6 +7,7 @@ import pytest
 from jaxformer.runs.profile_table import instructions_of, read_profile, sources_of, table_of
 
 
+@pytest.mark.thorough
 @pytest.mark.report("jax-ml/jax#12381", right="A named scope inside of jit is seen.")
 @pytest.mark.report("openxla/xprof#401", right="On CPU, too, the profile says which part it was.")
 @pytest.mark.report(

@@ -14,6 +14,8 @@ from jaxformer.runs.run import open_run
 from tests.joints.harness import Stopped
 from tests.tiny import EXPERIMENT, furnish
 
+pytestmark = pytest.mark.thorough  # each trains a run, some seconds long
+
 SOURCE = EXPERIMENT.replace("Checkpoints, Experiment", "Checkpoints, Constant, Experiment").replace(
     "steps=6,", "steps=6, schedule=Constant(warmup=2), ema_decay=0.9,"
 )

@@ -15,6 +15,8 @@ from jaxformer.errors import ConfigError
 from jaxformer.params import random_key
 from jaxformer.runs import own_answers
 
+pytestmark = pytest.mark.thorough  # each trains a run, some seconds long
+
 EXPERIMENT = '''
 import numpy as np
 from jaxformer import training

@@ -93,6 +93,7 @@ def test_the_table_is_that_of_one_step_and_loops_do_not_count_twice():
 MODEL = ModelConfig(vocab_size=32, num_layers=2, d_model=16, num_heads=2, context_length=16)
 
 
+@pytest.mark.thorough
 def test_a_trace_is_read(tmp_path):
     """The compiled program knows its scopes, and the trace knows its instructions."""
     params = models.init(MODEL, jax.random.key(0))

@@ -91,7 +91,7 @@ def test_a_tokenizer_of_ones_own_is_refused():
         files_of(object(), 9)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_folder_is_the_run(kind, tmp_path):
     """Its weights are those of the run, and its page has the scores."""

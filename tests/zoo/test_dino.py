@@ -88,6 +88,7 @@ def test_the_loss_is_the_mean_over_pairs_of_different_views():
         assert len(pairs) == W * (V - 1)
 
 
+@pytest.mark.thorough
 def test_balanced_answers_are_those_of_sinkhorn_and_knopp():
     """The loop of the paper on the matrix of exp(s / T), without the image of weight 0."""
     rng = np.random.default_rng(1)

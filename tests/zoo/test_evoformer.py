@@ -271,6 +271,7 @@ def batch_of(seed=0):
     }
 
 
+@pytest.mark.thorough
 def test_a_model_equals_its_definition():
     """With missing cells, and with residues that the chain lacks: their places jump."""
     tree, batch = random_parameters(models.spec(MODEL)), batch_of()

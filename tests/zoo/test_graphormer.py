@@ -202,6 +202,7 @@ def test_degrees_count_the_edges_that_enter_and_leave():
     assert into[0].tolist() == [0, 2, 1] and out[0].tolist() == [2, 0, 1]
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize(("length", "filler"), [(7, 0), (7, 99), (9, 1)])
 def test_padding_stays_hidden(length, filler):
     """Whatever stands there, also numbers that are no features."""
@@ -264,6 +265,7 @@ def test_weights_sum_to_one_and_skip_padding():
         assert not weights[:, i, :, :, size + 1 :].any()
 
 
+@pytest.mark.thorough
 def test_unknown_types_give_nan():
     table = jnp.ones((PATH, TYPES, 2))
     paths = jnp.array([[[[1, 0], [4, 0]], [[0, 0], [3, 2]]]])

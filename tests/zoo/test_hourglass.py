@@ -86,6 +86,7 @@ def plain(model, tree, text):
     return normed(tree["final_norm"], plain_layer(layers[3], x, is_causal))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("model", [MODEL, FULL], ids=["causal", "full"])
 @pytest.mark.parametrize("T", [7, 12])
 def test_it_equals_its_definition(model, T):
@@ -95,6 +96,7 @@ def test_it_equals_its_definition(model, T):
         np.testing.assert_allclose(row, plain(model, tree, text), atol=2e-4)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_no_token_sees_a_later_one(k):
     model = replace(MODEL, stack=Hourglass(shorten=k))
@@ -105,6 +107,7 @@ def test_no_token_sees_a_later_one(k):
     assert not np.tril(differs, -1).any() and differs.diagonal().all()
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 20), st.integers(1, 7), st.booleans())
 def test_each_token_is_in_one_group(T, k, is_causal):
@@ -129,6 +132,7 @@ def test_padding_is_hidden(model):
     assert has_token(ids > 0, 3, False).tolist()[0] == [True, True, True, False, False]
 
 
+@pytest.mark.thorough
 def test_two_texts_in_a_row_give_nan_and_not_a_mixture():
     tree, tokens = random_parameters(MODEL), texts(12)
     ids = jnp.asarray([[1] * 6 + [2] * 6, [1] * 12])

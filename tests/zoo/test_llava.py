@@ -119,6 +119,7 @@ def test_a_model_equals_its_definition(seed):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_generation_with_a_cache_equals_reading_anew():
     """Greedy answers token by token, without a cache, are those of `generate`."""
     params = random_parameters(MODEL)
@@ -168,6 +169,7 @@ def test_patches_take_the_place_of_the_first_tokens():
     assert np.isnan(found[3]).all()
 
 
+@pytest.mark.thorough
 def test_no_image_leaks_into_another_row():
     params = random_parameters(MODEL)
     images, tokens = images_of(3), rows_of(texts_of(3, 5))
@@ -178,6 +180,7 @@ def test_no_image_leaks_into_another_row():
         np.testing.assert_allclose(together[i], alone, rtol=1e-5, atol=1e-5)  # other sums
 
 
+@pytest.mark.thorough
 def test_padding_behind_a_text_stays_hidden():
     params = random_parameters(MODEL)
     images, tokens = images_of(2), rows_of(texts_of(2, 5))
@@ -189,6 +192,7 @@ def test_padding_behind_a_text_stays_hidden():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)  # other sums of float32
 
 
+@pytest.mark.thorough
 def test_a_prefix_mask_shows_the_patches_to_each_other():
     """Under causal() the first patch sees itself alone; under prefix(4) it sees the last one."""
     params = random_parameters(MODEL)
@@ -225,6 +229,7 @@ def test_gradients_reach_every_parameter():
     assert_every_gradient(loss, params, 0.15)
 
 
+@pytest.mark.thorough
 def test_dropout_of_the_vision_model_acts_in_training_alone():
     vision = replace(VISION, dropout_rate=0.5)
     model = replace(MODEL, embedding=replace(PREFIX, vision=vision))
@@ -240,6 +245,7 @@ def test_dropout_of_the_vision_model_acts_in_training_alone():
     )
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     params = random_parameters(MODEL)
     tokens, images = rows_of(texts_of(2, 4)), images_of(2)

@@ -197,6 +197,7 @@ def test_the_best_constant_is_the_quantile(level):
     assert abs(below - level) <= 0.01
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     params = random_parameters(MODEL)
     for shape in [(2, 20), (2, 21, 1), (21,)]:

@@ -122,6 +122,7 @@ def test_what_is_no_object_may_be_nan(where):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.thorough
 def test_gradients_are_finite_also_for_equal_and_empty_boxes_and_no_object():
     logits, boxes, batch = predictions(8)
     batch["boxes"] = batch["boxes"].at[0].set(boxes[0, :M]).at[1, :, 2:].set(0)

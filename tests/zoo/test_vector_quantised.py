@@ -191,6 +191,7 @@ def test_a_book_without_use_is_its_start():
     np.testing.assert_array_equal(use.book(), use.sums)
 
 
+@pytest.mark.thorough
 def test_the_book_reaches_constant_states():
     z = jnp.asarray(np.random.default_rng(3).normal(size=(4, W)), jnp.float32)
     use = Use(jnp.zeros(4), jax.random.normal(jax.random.key(0), (4, W)))
@@ -211,6 +212,7 @@ def batch_of(images, weights=None):
     return {"images": jnp.asarray(images), "weights": jnp.asarray(weights, jnp.float32)}
 
 
+@pytest.mark.thorough
 def test_the_objective_equals_a_plain_definition():
     tree, images = parameters_of(), images_of()
     objective = VectorQuantisation(commitment=0.5, decay=0.8, least=0.0)
@@ -282,6 +284,7 @@ class OwnBook:
         return CodeBook(self.count, self.width, 1, self.name)(config)
 
 
+@pytest.mark.thorough
 def test_a_book_of_ones_own_is_moved():
     model = replace(MODEL, heads=(OwnBook(K, W),))
     tree = models.init(model, jax.random.key(0))
@@ -293,6 +296,7 @@ def test_variables_are_declared():
     assert parameters.variables(models.spec(MODEL)) == ["heads/codes/counts", "heads/codes/sums"]
 
 
+@pytest.mark.thorough
 def test_bfloat16_keeps_the_book_in_float32():
     tree, images = parameters_of(), images_of()
     found = apply(MODEL, tree, jnp.asarray(images), dtype=jnp.bfloat16).heads["codes"]

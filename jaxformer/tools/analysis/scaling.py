@@ -133,9 +133,9 @@ def isoflop(flops: Numbers, parameters: Numbers, losses: Numbers) -> IsoFlop:
                 f"{len(runs)} runs show no size of least loss; "
                 "give at least three, smaller and larger than the best one"
             )
-            where = (
-                f" (it lies near {np.exp(best):.3g}, outside of them)" if np.isfinite(best) else ""
-            )
+            # points on a line have a curvature of rounding errors, and so an optimum of no meaning
+            is_number = abs(best) < np.log(np.finfo(float).max)
+            where = f" (it lies near {np.exp(best):.3g}, outside of them)" if is_number else ""
             raise ConfigError(f"isoflop: {budget:.3g} FLOPs: {problem}{where}")
         optima.append((budget, np.exp(best), np.polyval(curve, best)))
     budgets, sizes, least = np.array(optima).T

@@ -90,6 +90,7 @@ def arrays(T, S, dtype=jnp.float32, B=2):
     return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
 
 
+@pytest.mark.thorough
 def test_a_query_without_keys_yields_zeros_and_no_gradient(stand_in):
     q, k, v = arrays(7, 7)
     mask = masks.causal() & masks.segments(jnp.array([[0, 0, 1, 1, 2, 2, 2]] * 2), IDS)
@@ -107,6 +108,7 @@ def test_a_query_without_keys_yields_zeros_and_no_gradient(stand_in):
     assert (found[1] == 0).all(axis=(2, 3)).any()
 
 
+@pytest.mark.thorough
 def test_devices_compute_their_shares(stand_in):
     q, k, v = arrays(8, 8, B=4)
     ids = jnp.repeat(jnp.array([[1, 2]]), 4, axis=1)
