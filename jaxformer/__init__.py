@@ -7,7 +7,7 @@ need. `jaxformer.open_run("runs/quickstart-1a2b3c4d")` opens a trained run.
 import importlib
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 _PARTS = sorted(
     {path.stem for path in Path(__file__).parent.iterdir() if not path.name.startswith("_")}
