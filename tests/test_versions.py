@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxformer
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -44,6 +46,24 @@ def test_extras_and_tests_ask_for_one_bound_of_a_package():
                 assert seen.setdefault(match[1], match[2]) == match[2], (
                     f"{match[1]} has two lower bounds"
                 )
+
+
+def test_what_says_a_version_says_the_same_one():
+    """The badges of README, the classifiers and the citation agree with the package."""
+    project = PYPROJECT["project"]
+    words = "Programming Language :: Python :: "
+    pythons = [each.removeprefix(words) for each in project["classifiers"]]
+    assert project["requires-python"] == f">={pythons[0]}"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, says in {
+        "python": f"Python: {' | '.join(pythons)}",
+        "licence": f"licence: {project['license']}",
+    }.items():
+        badge = ROOT / "docs" / "pictures" / f"badge_{name}.svg"
+        assert f"<title>{says}</title>" in badge.read_text(encoding="utf-8")
+        assert f"![{says.replace(' | ', ', ').replace('Python:', 'Python')}](docs" in readme
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {jaxformer.__version__}\n" in citation
 
 
 def python(folder, version, works=True):
