@@ -26,40 +26,65 @@ class Application(NamedTuple):
     """What the gallery shows of an experiment."""
 
     picture: str  # the file in its runs
+    shows: str  # what a reader sees who cannot see the picture
     scores: tuple[str, ...]  # of result.json; the names of baselines say what they are
 
 
 APPLICATIONS = {
     "diffuse_shapes": Application(
-        "samples.png", ("right", "right_unseen", "distance", "distance_unseen")
+        "samples.png",
+        "images of shapes beside their requests",
+        ("right", "right_unseen", "distance", "distance_unseen"),
     ),
     "video_motion": Application(
-        "videos.png", ("digit", "one_frame_digit", "direction", "one_frame_direction")
+        "videos.png",
+        "a digit that moves",
+        ("digit", "one_frame_digit", "direction", "one_frame_direction"),
     ),
     "answer_about_images": Application(
         "answers.png",
+        "questions about coloured shapes, and where each answer looks",
         ("relational", "relational_words_alone", "not_relational", "not_relational_words_alone"),
     ),
-    "vision_language": Application("answers.png", ("exact_match", "exact_match_words_alone")),
-    "forecast": Application("forecasts.png", ("mase", "mase_ar", "mase_naive", "inside")),
-    "molecules": Application("logp.png", ("mae", "mae_atoms", "mae_fingerprints")),
-    "speech_numbers": Application("heard.png", ("wer", "wer_nearest")),
+    "vision_language": Application(
+        "answers.png",
+        "questions about pictures, answered in words",
+        ("exact_match", "exact_match_words_alone"),
+    ),
+    "forecast": Application(
+        "forecasts.png", "series with bands", ("mase", "mase_ar", "mase_naive", "inside")
+    ),
+    "molecules": Application(
+        "logp.png", "molecules and their logP", ("mae", "mae_atoms", "mae_fingerprints")
+    ),
+    "speech_numbers": Application(
+        "heard.png", "spectrograms with the words that were heard", ("wer", "wer_nearest")
+    ),
     "protein_contacts": Application(
-        "contacts.png", ("precision", "mean_field", "mutual_information", "best")
+        "contacts.png",
+        "contact maps beside the truth",
+        ("precision", "mean_field", "mutual_information", "best"),
     ),
     "quantise_digits": Application(
-        "codes.png", ("error", "error_k_means", "read", "read_original")
+        "codes.png",
+        "digits, and the same digits made again from their codes and by k-means",
+        ("error", "error_k_means", "read", "read_original"),
     ),
     "paint_digits": Application(
-        "samples.png", ("right", "right_unseen", "distance", "distance_unseen")
+        "samples.png",
+        "digits painted from their names",
+        ("right", "right_unseen", "distance", "distance_unseen"),
     ),
-    "detect_digits": Application("boxes.png", ("AP50", "mAP")),
+    "detect_digits": Application("boxes.png", "boxes around digits", ("AP50", "mAP")),
     "dino_digits": Application(
         "neighbours.png",
+        "digits beside their neighbours",
         ("neighbours", "neighbours_of_pixels", "linear_probe", "linear_probe_of_pixels"),
     ),
     "mae_digits": Application(
-        "reconstructions.png", ("linear_probe", "linear_probe_untrained", "linear_probe_of_pixels")
+        "reconstructions.png",
+        "digits restored from a quarter of their patches",
+        ("linear_probe", "linear_probe_untrained", "linear_probe_of_pixels"),
     ),
 }
 
@@ -93,7 +118,7 @@ def section(name: str, folders: list[RunFolder]) -> str:
             "",
             f"`make train EXP={name}`",
             "",
-            f"![{name}](pictures/{name}.png)",
+            f"![{APPLICATIONS[name].shows}](pictures/{name}.png)",
             "",
             *table,
             "",
