@@ -331,7 +331,10 @@ def write_file(path: Path, tensors: dict[str, Callable[[], Any]]) -> None:
     """Writes one file. Its arrays are freed when this returns, before those of the next file."""
     # the package writes the memory of an array without a look at its strides
     arrays = {name: np.asarray(make(), order="C") for name, make in tensors.items()}
+    path.touch()
+    mode = path.stat().st_mode  # as of every new file; the package lets nobody but the owner read
     save_file(arrays, path, {"format": "pt"})  # transformers refuses a file without the format
+    path.chmod(mode)
     with path.open("rb") as file:
         os.fsync(file.fileno())  # on disk before the rename
 

@@ -168,6 +168,14 @@ def test_the_safetensors_package_reads_what_we_write(tmp_path):
             )
 
 
+def test_weights_may_be_read_by_whom_every_new_file_may(tmp_path):
+    """The package alone writes a file that only its owner may read."""
+    weights.write_file(tmp_path / "model.safetensors", {"a": lambda: np.ones(2)})
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
+
+
 def test_we_read_what_the_safetensors_package_writes(tmp_path):
     arrays = {name: np.ascontiguousarray(array) for name, array in some_arrays().items()}
     arrays = {
