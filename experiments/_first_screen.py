@@ -40,7 +40,8 @@ MASKS = {
 def draw(folder: RunFolder) -> Figure:
     """The masks on the left, the run on the right."""
     figure = Figure(figsize=(10, 4.9), layout="constrained")
-    left, right = figure.subfigures(1, 2, wspace=0.04, width_ratios=(1, 1))
+    parts: Any = figure.subfigures(1, 2, wspace=0.04)  # its type says one part
+    left, right = parts
     for axes, (title, mask) in zip(left.subplots(2, 2).flat, MASKS.items(), strict=True):
         draw_mask(axes, title, mask)
     left.supxlabel("blue: the query sees the key", fontsize=12, color=BLUE)

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "jaxformer"
 FLOORS = [
-    ["errors", "deprecation", "config", "params", "sharding", "masks"],
+    ["errors", "config", "params", "sharding", "masks"],
     ["ops"],
     ["models"],
     ["zoo"],

@@ -7,7 +7,7 @@ A module hands its own `__getattr__` to `moved_names`:
     )
 
 The door closes by itself. From version `until` on, the old name raises an error that still names
-the new one. Experiment files of older runs have a door of their own (`config/moved.py`).
+the new one. Experiment files of older runs have a door of their own (`moved.py`).
 """
 
 import pkgutil

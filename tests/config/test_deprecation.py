@@ -8,8 +8,9 @@ import warnings
 import pytest
 
 import jaxformer
-from jaxformer import deprecation, masks, ops
-from jaxformer.deprecation import Moved
+from jaxformer import masks, ops
+from jaxformer.config import deprecation
+from jaxformer.config.deprecation import Moved
 
 MOVED = {
     "rotate": Moved("jaxformer.ops.rope", until="1.2"),
@@ -40,7 +41,7 @@ def test_a_script_sees_the_warning_at_its_own_line():
     """Python shows a DeprecationWarning only if the line that caused it is one of the script."""
     script = (
         "import types\n"
-        "from jaxformer import deprecation\n"
+        "from jaxformer.config import deprecation\n"
         "old = types.ModuleType('old')\n"
         "moved = {'name': deprecation.Moved('jaxformer.errors.ConfigError', until='9.0')}\n"
         "old.__getattr__ = deprecation.moved_names('old', moved)\n"
