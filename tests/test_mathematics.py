@@ -293,7 +293,7 @@ def test_every_equation_has_its_function():
     """Each part with equations names what computes them, or runs it."""
     page = (ROOT / "docs/one-function-at-a-time.md").read_text()
     for part in re.split(r"\n##+ ", page)[1:]:
-        if "```text" in part:
+        if "```math" in part:
             assert "`jaxformer." in part or "ops." in part or "masks." in part, part.splitlines()[0]
 
 
