@@ -141,6 +141,33 @@ def test_most_names_of_the_page_of_functions_lead_to_the_api():
     assert not [name for name in named(text) if links.target(name) is None]
 
 
+THEORY = [
+    path.stem
+    for path in sorted((ROOT / "experiments" / "theory").glob("*.py"))
+    if "__main__" in path.read_text()
+]
+MOST_BYTES = 60_000  # of a figure: a page of fifteen opens at once
+
+
+@pytest.mark.parametrize("name", THEORY)
+def test_each_experiment_of_the_theory_has_a_section_and_a_figure(name):
+    """Or the section says why there is none; the experiment writes it where `--out` says."""
+    source = (ROOT / "experiments" / "theory" / f"{name}.py").read_text()
+    assert f'"--out", default="{name}.png"' in source and "small.save_figure(" in source
+    sections = re.split(r"^## ", PAGES["theory"].read_text(), flags=re.MULTILINE)[1:]
+    (section,) = (one for one in sections if f"python -m experiments.theory.{name}`" in one)
+    assert re.search(r"\d", section.partition("`\n")[2])  # its number
+    picture = re.search(rf"^!\[.{{20,}}\]\((pictures/theory_{name}\.png)\)$", section, re.MULTILINE)
+    assert picture or "No figure here: " in section
+    assert not picture or (DOCS / picture[1]).stat().st_size <= MOST_BYTES
+
+
+def test_the_table_of_the_theory_leads_to_each_section():
+    text = PAGES["theory"].read_text()
+    headings = re.findall(r"^## ", text, flags=re.MULTILINE)
+    assert len(re.findall(r"^\| \[.*\]\(#", text, flags=re.MULTILINE)) == len(headings)
+
+
 def equations(text):
     blocks = re.findall(r"^```math\n(.*?)\n```", text, flags=re.DOTALL | re.MULTILINE)
     return [*blocks, *re.findall(r"(?<![\\$`\w])\$(?=\S)([^$`\n]+)(?<=\S)\$(?!\w)", text)]

@@ -66,7 +66,7 @@ def target(name: str) -> str | None:
         return next(iter(found)) if len(found) == 1 else None
     if name.startswith("jaxformer."):
         return place(name)
-    first, _, attribute = name.partition(".")
+    first = name.partition(".")[0]
     if first in names.classes:
         return target(first)
     places = (place(f"jaxformer.{parent}{name}") for parent in PARENTS)

@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from experiments.theory import small
 from jaxformer import ops, zoo
 from jaxformer.masks import full
-from jaxformer.tools.analysis import figures
 from jaxformer.tools.planning import flops
 
 LENGTH, HEADS, WIDTH = 512, 2, 16
@@ -203,7 +203,7 @@ def draw(results: dict[float, dict[str, Any]]):
     panels = figure.subplots(1, 3)
     for axes, (word, sharpness) in zip(panels, SHOWN.items(), strict=False):
         result = results[sharpness]
-        for color, (name, points) in zip(figures.COLORS, result["methods"].items(), strict=False):
+        for color, (name, points) in zip(small.COLORS, result["methods"].items(), strict=False):
             costs = [point.flops for point in points]
             errors = [point.error for point in points]
             axes.plot(costs, errors, "o-", color=color, label=name)
@@ -271,7 +271,7 @@ def main() -> None:
             "slope of Performer's error against its features: "
             f"{slope(result['methods'][METHODS[1]]):.2f}"
         )
-    print(f"figure: {figures.save(lambda: draw(results), options.out)}")
+    small.save_figure(lambda: draw(results), options.out)
 
 
 if __name__ == "__main__":

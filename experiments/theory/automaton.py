@@ -12,12 +12,17 @@ second table g for the function that attention reads, and the position itself.
 All numbers are whole, so float32 and bfloat16 give the same answers.
 Expected: 0 wrong states of 64,000 for each of three automata: the remainder by 7 of a binary
 number, a ball under five cups that are swapped (their group is not solvable), a random automaton.
-Time: 20 seconds.
-Command: python -m experiments.theory.automaton
+The first l layers alone are right for 2^l symbols and then lose track, so the last layer is only
+needed for a text of more than 64 symbols: the figure.
+Time: 30 seconds.
+Command: python -m experiments.theory.automaton [--out automaton.png]
 """
 
+import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -25,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from experiments.theory import small
 from jaxformer import models
 from jaxformer.masks import full
 from jaxformer.models import ModelConfig, TokenClassification, blocks
@@ -128,11 +134,17 @@ def weights(automaton: Automaton, length: int) -> Tree:
 
 
 def answers(
-    automaton: Automaton, texts: Int[np.ndarray, "B T"], dtype: str = "float32"
+    automaton: Automaton,
+    texts: Int[np.ndarray, "B T"],
+    dtype: str = "float32",
+    layers: int | None = None,
 ) -> Int[np.ndarray, "B T"]:
-    """The state after each symbol, by the Transformer."""
+    """The state after each symbol, by the Transformer, or by its first `layers` alone."""
     config = transformer(automaton, texts.shape[1])
     params = weights(automaton, texts.shape[1])
+    if layers is not None:
+        config = replace(config, num_layers=layers)
+        params["layers"] = jax.tree.map(lambda leaf: leaf[:layers], params["layers"])
     start = np.full((len(texts), 1), automaton.symbols)
     tokens = jnp.asarray(np.concatenate([start, texts], axis=1))
 
@@ -143,8 +155,28 @@ def answers(
     return np.asarray(logits(params, tokens).argmax(axis=-1))[:, 1:]
 
 
+def draw(shares: dict[int, np.ndarray], chance: float):
+    """The share of right states at each symbol [T], for each number of layers."""
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(7, 3.6), layout="constrained").add_subplot()
+    for i, (layers, share) in enumerate(shares.items()):
+        style = dict(color=small.COLORS[i], marker="osD^vP"[i], markersize=4)
+        axes.plot(np.arange(1, len(share) + 1), share, label=f"{layers} layers", **style)
+    axes.axhline(chance, color="#888888", linestyle=":", linewidth=1, label="chance")
+    axes.set(ylim=(0, 1.05), xlabel="symbols read", ylabel="share of right states")
+    axes.set_title("remainder by 7 of a binary number", fontsize=10)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return axes.figure
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="automaton.png")
+    options = parser.parse_args()
     length, texts_of_each = 64, 1000
+    shares: dict[int, np.ndarray] = {}
     automata = {
         "remainder by 7": remainder(7),
         "ball under five cups": ball_under_cups(),
@@ -158,6 +190,12 @@ def main() -> None:
         config = transformer(automaton, length)
         sizes = automaton.states, config.num_layers, config.d_model
         print(" | ".join(map(str, (name, *sizes, wrong))))
+        if not shares:  # the figure is of the first automaton
+            chance = 1 / automaton.states
+            for layers in range(2, config.num_layers):
+                found = answers(automaton, texts, layers=layers)
+                shares[layers] = (found == truth).mean(axis=0)
+    small.save_figure(partial(draw, shares, chance), options.out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxformer.tools.analysis import attention_maps, figures
+from experiments.theory import small
+from jaxformer.tools.analysis import attention_maps
 
 KEYS, QUERIES = 128, 4096
 WIDTHS = (4, 16, 64, 256, 1024)
@@ -40,20 +41,22 @@ def measure(d: int, scaled: bool) -> dict[str, float]:
 def draw(results: dict[bool, list[dict[str, float]]]):
     from matplotlib.figure import Figure
 
-    titles = {
-        "variance": "variance",
-        "entropy": "entropy (nats)",
-        "slope": "slope, 128 a (1 - a)",
+    labels = {
+        "variance": "variance of a score",
+        "entropy": "entropy of the weights (nats)",
+        "slope": "slope of the softmax, 128 a (1 - a)",
     }
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    for axes, (name, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    for axes, (name, ylabel) in zip(figure.subplots(1, 3), labels.items(), strict=True):
         for scaled, by_width in results.items():
             values = [measured[name] for measured in by_width]
             label = "q . k / sqrt(d)" if scaled else "q . k"
-            axes.plot(WIDTHS, values, "o-", color=figures.COLORS[not scaled], label=label)
-        axes.set(xscale="log", xlabel="d", title=title)
+            axes.plot(WIDTHS, values, "o-", color=small.COLORS[not scaled], label=label)
+        axes.set(xscale="log", xlabel="width d of a head (features)", ylabel=ylabel)
         axes.grid(alpha=0.25)
     figure.axes[0].set_yscale("log")
+    figure.axes[1].set_ylim(0, None)
+    figure.axes[2].set_ylim(0, None)
     figure.axes[0].legend(frameon=False)
     return figure
 
@@ -68,7 +71,7 @@ def main() -> None:
         for scaled, by_width in results.items():
             numbers = "".join(f"{value:>10.3f}" for value in by_width[i].values())
             print(f"{d:>6}  {'q . k / sqrt(d)' if scaled else 'q . k':<16}{numbers}")
-    print(f"figure: {figures.save(lambda: draw(results), options.out)}")
+    small.save_figure(lambda: draw(results), options.out)
     for by_width in results.values():
         assert np.isfinite([measured["variance"] for measured in by_width]).all()
 

@@ -26,11 +26,11 @@ import numpy as np
 import optax
 from jax import Array
 
+from experiments.theory import small
 from jaxformer import models, params as parameters
 from jaxformer.masks import full
 from jaxformer.models import ModelConfig, TokenClassification
 from jaxformer.models.layer import Embedder, linear
-from jaxformer.tools.analysis import figures
 
 LENGTH, BATCH, UNSEEN = 16, 64, 512  # points of a sequence; sequences of a step, and unseen ones
 TICKS = (0.002, 0.005, 0.01, 0.02, 0.05)  # errors that the figure names
@@ -115,7 +115,7 @@ def draw_figure(widths: Sequence[float], heads: Sequence[float]) -> Any:
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     curves = ("width, 4 heads", WIDTHS, widths), ("heads at width 32", HEADS, heads)
     for axes, (name, x, y) in zip(figure.subplots(1, 2, sharey=True), curves, strict=True):
-        axes.loglog(x, y, "o-", color=figures.COLORS[0])
+        axes.loglog(x, y, "o-", color=small.COLORS[0])
         axes.set_xticks(x, [str(each) for each in x])
         axes.minorticks_off()
         axes.set_yticks(TICKS, [f"{tick:.1%}" for tick in TICKS])
@@ -136,7 +136,7 @@ def main() -> None:
         print(f"{name:<8}" + "   ".join(f"{n}: {e:.5f}" for n, e in zip(x, y, strict=True)))
     slope = np.polyfit(np.log(WIDTHS), np.log(widths), 1)[0]
     print(f"the error falls as width^{slope:.2f}")
-    print(f"figure: {figures.save(lambda: draw_figure(widths, heads), options.out)}")
+    small.save_figure(lambda: draw_figure(widths, heads), options.out)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from jaxformer import models
 from jaxformer.models import ModelConfig
 from jaxformer.models.layer import FeedForward, FeedForwardOutput
 from jaxformer.ops.positions import Rope
-from jaxformer.tools.analysis import attention_maps, figures
+from jaxformer.tools.analysis import attention_maps
 
 VOCABULARY, LENGTH, PERIODS, BATCH = 32, 48, (12, 24), 32
 NAMES = {1: "one layer", 2: "two layers"}
@@ -122,7 +122,7 @@ def draw_figure(results: dict[int, list[dict]]) -> Any:
 
     figure = Figure(figsize=(7.5, 5.5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
-    colors = (figures.COLORS[5], figures.COLORS[0])
+    colors = (small.COLORS[5], small.COLORS[0])
     for color, (layers, records) in zip(colors, results.items(), strict=True):
         steps = [record["step"] for record in records]
         losses = [record["test loss"] for record in records]
@@ -131,10 +131,10 @@ def draw_figure(results: dict[int, list[dict]]) -> Any:
         bottom.plot(steps, inductions, color=color, label=f"induction, {NAMES[layers]}")
     steps = [record["step"] for record in results[2]]
     values = [record["previous"] for record in results[2]]
-    bottom.plot(steps, values, color=figures.COLORS[3], label="previous token, layer 0 of two")
+    bottom.plot(steps, values, color=small.COLORS[3], label="previous token, layer 0 of two")
     for name, axes in (("test loss", top), ("induction", bottom)):
         half = crossing(results[2], name)
-        style = dict(color=figures.COLORS[0], linestyle=":", linewidth=1)
+        style = dict(color=small.COLORS[0], linestyle=":", linewidth=1)
         axes.axvline(half, label=f"half of the way: step {half}", **style)
     top.set(
         ylabel="loss (nats per token)", ylim=(0, None), title="loss where the text repeats itself"
@@ -142,7 +142,7 @@ def draw_figure(results: dict[int, list[dict]]) -> Any:
     bottom.set(
         ylabel="share of the weight",
         ylim=(0, 1.05),
-        xlabel="step",
+        xlabel="training step",
         title="where the best head looks",
     )
     for axes in (top, bottom):
@@ -165,7 +165,7 @@ def main() -> None:
     for name in ("previous", "induction", "test loss"):
         values = " ".join(f"{record['step']}:{record[name]:.2f}" for record in some_records)
         print(f"two layers, {name}: half of the way at step {crossing(results[2], name)}; {values}")
-    print(f"figure: {figures.save(lambda: draw_figure(results), options.out)}")
+    small.save_figure(lambda: draw_figure(results), options.out)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from jax import Array
 from experiments.theory import induction, small
 from jaxformer import models
 from jaxformer.models import ModelConfig
-from jaxformer.tools.analysis import figures
 from jaxformer.tools.analysis.attention_maps import mutual_information
 
 TARGETS = {"this token": 0, "one before": -1, "two before": -2, "next token": 1}
@@ -94,9 +93,9 @@ def measure(config: ModelConfig, params: Any) -> dict[str, Any]:
 def draw_figure(results: dict[str, dict]) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    colors = {"untrained": figures.COLORS[5], "trained": figures.COLORS[0]}
+    colors = {"untrained": small.COLORS[5], "trained": small.COLORS[0]}
     for shift, (name, result) in zip((-0.2, 0.2), results.items(), strict=True):
         values = np.sort(result["information"], axis=1)[:, ::-1]
         place = np.arange(values.size) + shift
@@ -108,17 +107,21 @@ def draw_figure(results: dict[str, dict]) -> Any:
     alone = float(mutual_information(causal_uniform(induction.LENGTH)))
     left.axhline(most, color="#888888", linestyle="--", linewidth=1, label="log T")
     left.axhline(alone, color="#888888", linestyle=":", linewidth=1, label="mask alone")
-    left.set(xlabel="layer.head, most first", ylabel="nats", ylim=(0, 1.35 * most))
-    left.set_title("mutual information of query and key positions", fontsize=10)
-    for color, name in zip(figures.COLORS, TARGETS, strict=False):
+    left.set(
+        xlabel="layer.head, in each layer the largest first",
+        ylabel="mutual information (nats)",
+        ylim=(0, 1.35 * most),
+    )
+    left.set_title("query and key positions", fontsize=10)
+    for color, name in zip(small.COLORS, TARGETS, strict=False):
         right.plot(PLACES, results["trained"][name], "o-", color=color, label=name)
         right.plot(PLACES, results["untrained"][name], ":", color=color)
-    right.set(ylim=(0, 1.05), ylabel="accuracy")
+    right.set(ylim=(0, 1.05), xlabel="where the stream is read", ylabel="accuracy of a probe")
     right.set_title("linear probes of the stream (dotted: untrained)", fontsize=10)
     for axes in (left, right):
         axes.grid(alpha=0.25)
     left.legend(frameon=False, fontsize=7, ncols=2, loc="upper right")
-    right.legend(frameon=False, fontsize=7)
+    right.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
@@ -147,7 +150,7 @@ def main() -> None:
         for target in TARGETS:
             values = zip(PLACES, result[target], strict=True)
             print(f"  {target:<11}" + "   ".join(f"{place} {x:.3f}" for place, x in values))
-    print(f"figure: {figures.save(lambda: draw_figure(results), options.out)}")
+    small.save_figure(lambda: draw_figure(results), options.out)
 
 
 if __name__ == "__main__":

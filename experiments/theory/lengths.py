@@ -41,7 +41,6 @@ from jaxformer.models.layer import Mixer
 from jaxformer.models.mixers.attention import attention
 from jaxformer.ops.positions import NTK, Linear, Llama3, Rope, YaRN
 from jaxformer.params import Spec
-from jaxformer.tools.analysis import figures
 
 TRAINED, LENGTHS = 64, (64, 128, 256, 512)
 VOCABULARY, SCORED, BATCH = 16, 32, 16
@@ -153,7 +152,7 @@ def draw_figure(results: dict[str, list], lengths: Sequence[int] = LENGTHS) -> A
             label = name if len(values) == len(lengths) else f"{name}: refused beyond {TRAINED}"
             # markers get smaller, so that all can be seen where curves overlap
             style = dict(
-                color=figures.COLORS[i % 6], linestyle="-" if i < 6 else "--", markersize=11 - i
+                color=small.COLORS[i % 6], linestyle="-" if i < 6 else "--", markersize=11 - i
             )
             axes.plot(lengths[: len(values)], values, "osv^Dx*Ph"[i], label=label, **style)
         axes.axhline(1 / VOCABULARY, color="#888888", linestyle=":", linewidth=1, label="chance")
@@ -191,7 +190,7 @@ def main() -> None:
     for encoding, message in refusals.items():
         if message:
             print(f"{encoding}: {message}")
-    print(f"figure: {figures.save(lambda: draw_figure(results), options.out)}")
+    small.save_figure(lambda: draw_figure(results), options.out)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ from experiments.theory import small
 from jaxformer import models
 from jaxformer.masks import causal, window
 from jaxformer.models import ModelConfig
-from jaxformer.tools.analysis import figures
 from jaxformer.tools.planning import flops
 from jaxformer.zoo.hourglass import Hourglass
 
@@ -156,7 +155,7 @@ def draw_figure(results: dict[str, tuple[list[float], Cost]]) -> Any:
 
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for color, (name, (accuracies, price)) in zip(figures.COLORS, results.items(), strict=False):
+    for color, (name, (accuracies, price)) in zip(small.COLORS, results.items(), strict=False):
         left.plot(LENGTHS, accuracies, "o-", color=color, label=name)
         right.bar(name, price.megabytes, color=color)
         right.annotate(f"{price.seconds:.1f} s", (name, price.megabytes), ha="center", va="bottom")
@@ -183,7 +182,7 @@ def main() -> None:
     for name, (accuracies, price) in results.items():
         cells = "".join(f"{accuracy:>8.1%}" for accuracy in accuracies)
         print(f"{name:<18}{cells}{price.gflops:>8.2f}{price.megabytes:>8.0f}{price.seconds:>8.2f}")
-    print(f"figure: {figures.save(lambda: draw_figure(results), options.out)}")
+    small.save_figure(lambda: draw_figure(results), options.out)
 
 
 if __name__ == "__main__":

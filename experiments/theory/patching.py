@@ -12,7 +12,7 @@ Expected (seed 0, 256 pairs of texts, share of answers that become the other tex
 100 % at the values, 0 % at the questions; after layer 0 the same; after layer 1 0 % and 100 %. So
 layer 1 fetches the values, by the keys that layer 0 has put beside them.
 Time: a minute on 2 CPU cores.
-Command: python -m experiments.theory.patching [--runs runs]
+Command: python -m experiments.theory.patching [--runs runs] [--out patching.png]
 """
 
 import argparse
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.theory import small
 from jaxformer import models
 from jaxformer.data import batching
 from jaxformer.data.tasks import Recall
@@ -85,9 +86,29 @@ def put(states: jax.Array, mask: jax.Array, x: jax.Array, layer) -> jax.Array:
     return jnp.where(mask[None, :, None], states, x)
 
 
+def draw(results: dict[tuple[str, str], float]):
+    """The share of answers that follow a patch, by place of the patch."""
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(6.5, 3.4), layout="constrained").add_subplot()
+    names = list(dict.fromkeys(name for name, _ in results))
+    for i, kind in enumerate(("values", "questions")):
+        heights = [results[name, kind] for name in names]
+        places = np.arange(len(names)) + 0.36 * (i - 0.5)
+        axes.bar(places, heights, 0.36, color=small.COLORS[i], label=f"patch at the {kind}")
+    labels = ["embedding", *(f"after layer {i}" for i in range(len(names) - 1))]
+    axes.set_xticks(np.arange(len(names)), labels)
+    axes.set(ylim=(0, 1.25), xlabel="where the stream is replaced", ylabel="answers that follow")
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    axes.grid(alpha=0.25, axis="y")
+    axes.legend(frameon=False, loc="upper center", ncols=2)
+    return axes.figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", default="runs")
+    parser.add_argument("--out", default="patching.png")
     options = parser.parse_args()
     folder = run_folder.run_folder(experiment, options.runs)
     if not folder.result.is_file():
@@ -100,6 +121,7 @@ def main() -> None:
     results = patched(params, tokens, other)
     for name in dict.fromkeys(name for name, _ in results):
         print(f"{name:<20}{results[name, 'values']:>12.1%}{results[name, 'questions']:>12.1%}")
+    small.save_figure(partial(draw, results), options.out)
 
 
 if __name__ == "__main__":

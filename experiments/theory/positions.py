@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.theory import small
 from jaxformer import masks, models
 from jaxformer.models import ModelConfig, Sinusoidal, embedding
 from jaxformer.models.config import Alibi, Axial, Embedding, Learned, Relative
@@ -27,7 +28,6 @@ from jaxformer.models.mixers.attention import score_bias
 from jaxformer.ops.bias import Bias, shaw
 from jaxformer.ops.positions import Rope, rope
 from jaxformer.params import Tree
-from jaxformer.tools.analysis import figures
 
 LENGTH, WIDTH, HEADS = 64, 64, 8
 
@@ -79,7 +79,7 @@ def encoding(config: ModelConfig, tree: Tree, length: int) -> Encoding:
             else:
                 scores = np.asarray(bias(numbers[0], numbers[0]) if callable(bias) else bias)
             scores = scores.reshape(-1, *scores.shape[-2:])
-            return Encoding(scores[:, length // 2], scores[len(scores) // 2], "head (middle query)")
+            return Encoding(scores[:, length // 2], scores[len(scores) // 2], "head, middle query")
     vectors = np.asarray(vectors, np.float64)  # [T, features]
     return Encoding(vectors.T, vectors @ vectors.T, "feature")
 
@@ -112,20 +112,27 @@ def measure() -> dict[str, Encoding]:
 
 
 def draw(encodings: Mapping[str, Encoding]) -> Any:
-    """Top: the values of each encoding. Bottom: its part of the score of each query and key."""
-    count = len(encodings)
-    panels = figures.panels(2 * count, count, 2.4, 2.4)
+    """Above: the values of each encoding. Below: its part of the score of each query and key."""
+    from matplotlib.figure import Figure
+
+    columns = 4
+    groups = -(-len(encodings) // columns)  # each has a row of values and a row of scores
+    figure = Figure(figsize=(2.2 * columns, 3.4 * groups), layout="constrained")
+    grid = figure.subplots(2 * groups, columns)
+    for axes in grid.ravel():
+        axes.set_axis_off()
     for i, (name, one) in enumerate(encodings.items()):
+        above, below = grid[2 * (i // columns) :, i % columns][:2]
+        for axes, values in ((above, one.values), (below, one.scores)):
+            axes.set_axis_on()
+            share = values / (float(np.abs(values).max()) or 1.0)
+            style = dict(cmap="RdBu_r", vmin=-1, vmax=1, interpolation="none")
+            image = axes.imshow(share, aspect="auto", **style)
+        above.set(xlabel="position (tokens)", ylabel=one.rows, title=name)
         shifts = "key − query" if one.shift_error() < 1e-4 else "both positions"
-        for axes, values in ((panels[i], one.values), (panels[i + count], one.scores)):
-            limit = float(np.abs(values).max()) or 1.0
-            style = dict(cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="none")
-            axes.imshow(values, aspect="auto", **style)
-        panels[i].set(xlabel="position", ylabel=one.rows)
-        panels[i].set_title(name, fontsize=8)
-        panels[i + count].set(xlabel="key", ylabel="query")
-        panels[i + count].set_title(f"score: depends on {shifts}", fontsize=8)
-    return panels[0].figure
+        below.set(xlabel="key position", ylabel="query position", title=f"score: {shifts}")
+    figure.colorbar(image, ax=grid, shrink=0.4, label="share of the largest value")
+    return figure
 
 
 def main() -> None:
@@ -138,7 +145,7 @@ def main() -> None:
             f"{name:<12} largest change along a diagonal: {one.shift_error():.1e} "
             "of the largest score"
         )
-    print(f"figure: {figures.save(lambda: draw(encodings), options.out)}")
+    small.save_figure(lambda: draw(encodings), options.out)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from experiments.theory import small
 from jaxformer import models
 from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import Rope
-from jaxformer.tools.analysis import figures, interventions
+from jaxformer.tools.analysis import interventions
 
 DISTANCES = (8, 16, 32, 64, 128)
 LENGTH, SYMBOLS, BATCH = 130, 16, 16
@@ -134,7 +134,7 @@ def draw_figure(
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for color, name in zip(figures.COLORS, NAMES, strict=False):
+    for color, name in zip(small.COLORS, NAMES, strict=False):
         left.plot(distances, accuracies[name], "o-", color=color, label=name)
         right.plot(norms[name], color=color, label=name)
     left.axhline(1 / SYMBOLS, color="#888888", linestyle=":", linewidth=1, label="chance")
@@ -170,7 +170,7 @@ def main() -> None:
         sizes = "".join(f"{norms[name][distance]:>10.1e}" for distance in DISTANCES)
         print(f"{name:<12}{shares}   accuracy")
         print(f"{name:<12}{sizes}   gradient before training")
-    print(f"figure: {figures.save(lambda: draw_figure(accuracies, norms, DISTANCES), options.out)}")
+    small.save_figure(lambda: draw_figure(accuracies, norms, DISTANCES), options.out)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.theory import small
 from jaxformer import models
 from jaxformer.models import ModelConfig, blocks
 from jaxformer.models.layer import LayerOutput
 from jaxformer.models.norm import norm
 from jaxformer.models.stacks import layout
-from jaxformer.tools.analysis import figures, interventions
+from jaxformer.tools.analysis import interventions
 
 NAME = "layers/*/residual"
 
@@ -96,16 +97,17 @@ def draw(norms_by_variant: dict[str, np.ndarray]):
     from matplotlib.figure import Figure
 
     axes = Figure(figsize=(7, 4), layout="constrained").add_subplot()
-    for color, (name, norms) in zip(figures.COLORS, norms_by_variant.items(), strict=False):
-        axes.plot(np.arange(1, len(norms) + 1), norms, "o-", markersize=3, color=color, label=name)
+    for i, (name, norms) in enumerate(norms_by_variant.items()):
+        style = dict(color=small.COLORS[i], marker="osD^v"[i], markersize=4)
+        axes.plot(np.arange(1, len(norms) + 1), norms, label=name, **style)
     axes.set(
         yscale="log",
-        xlabel="after layer",
-        ylabel="norm of the gradient",
-        title="gradients at the first step",
+        xlabel="layer",
+        ylabel="norm of the gradient after a layer",
+        title="before training",
     )
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, loc="lower right")
     return axes.figure
 
 
@@ -120,7 +122,7 @@ def main() -> None:
     print(f"{'':<26}{'first layer':>14}{'last layer':>14}{'ratio':>12}")
     for name, norms in norms_by_variant.items():
         print(f"{name:<26}{norms[0]:>14.3e}{norms[-1]:>14.3e}{norms[0] / norms[-1]:>12.3e}")
-    print(f"figure: {figures.save(lambda: draw(norms_by_variant), options.out)}")
+    small.save_figure(lambda: draw(norms_by_variant), options.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The part that the experiments of this folder share: a short training loop.
+"""What the experiments of this folder share: a short training loop, and how a figure is written.
 
-It trains any function from tokens to logits. A batch is a dictionary of `tokens`, `labels` and
+`train` trains any function from tokens to logits. A batch is a dictionary of `tokens`, `labels` and
 `weights` [B, T]. It is drawn from a key, so the same (seed, step) gives the same batch.
 """
 
@@ -12,6 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+
+from jaxformer.tools.analysis import figures
+
+# Okabe & Ito 2008: readers with every kind of colour vision tell these colours apart
+COLORS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+LEAST_FONT_SIZE = 10  # points; the book shows a figure at about half its size
+MOST_TICKS = 6  # of an axis
+FILE_COLORS = 40  # of a file: those of lines and letters, and their shades
 
 Batch = dict[str, Array]
 Forward = Callable[[Any, Array], Array]  # (params, tokens [B, T]) -> logits [B, T, V]
@@ -85,3 +93,32 @@ def train(
             records.append({"step": step, "loss": float(jnp.stack(losses).mean()), **numbers})
             losses = []
     return params, records
+
+
+def save_figure(draw: Callable[[], Any], path: str) -> None:
+    """Writes the figure that `draw` returns into a PNG file, and prints where it is."""
+    from PIL import Image  # matplotlib writes with it
+
+    written = figures.save(lambda: readable(draw()), path)
+    with Image.open(written) as image:
+        few = image.convert("RGB").quantize(FILE_COLORS, dither=Image.Dither.NONE)
+    few.save(written, optimize=True)  # a quarter of the bytes
+    print(f"figure: {written}")
+
+
+def readable(figure: Any) -> Any:
+    """The figure with few ticks and no small letters."""
+    from matplotlib.text import Text
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            locator = axis.get_major_locator()
+            if isinstance(locator, MaxNLocator):
+                locator.set_params(nbins=MOST_TICKS - 1)
+            elif isinstance(locator, LogLocator):
+                locator.set_params(numticks=MOST_TICKS)
+        axes.tick_params(labelsize=LEAST_FONT_SIZE)
+    for text in figure.findobj(Text):
+        text.set_fontsize(max(text.get_fontsize(), LEAST_FONT_SIZE))
+    return figure

@@ -33,7 +33,6 @@ from experiments.theory import small
 from jaxformer import models
 from jaxformer.models import ModelConfig, blocks
 from jaxformer.ops.positions import Rope
-from jaxformer.tools.analysis import figures
 
 RATES, WARMUPS = (1e-3, 2e-3, 4e-3), (0, 150)
 VOCABULARY, LENGTH, BATCH = 16, 16, 16
@@ -125,7 +124,7 @@ def draw_figure(
 
     figure = Figure(figsize=(15, 4), layout="constrained")
     first, *panels = figure.subplots(1, 1 + len(results))
-    for color, (name, values) in zip(figures.COLORS, norms.items(), strict=False):
+    for color, (name, values) in zip(small.COLORS, norms.items(), strict=False):
         first.plot(
             np.arange(1, len(values) + 1), values, "o-", color=color, markersize=4, label=name
         )
@@ -140,7 +139,7 @@ def draw_figure(
         for i, rate in enumerate(RATES):
             for j, (warmup, line) in enumerate(zip(WARMUPS, ("-", "--"), strict=True)):
                 label = f"{rate:g}, " + (f"warm-up of {warmup} steps" if warmup else "no warm-up")
-                axes.plot(steps, losses[:, j, i], line, color=figures.COLORS[i], label=label)
+                axes.plot(steps, losses[:, j, i], line, color=small.COLORS[i], label=label)
         axes.axhline(CHANCE, color="#888888", linestyle=":", linewidth=1, label="chance")
         axes.set(
             ylim=(0, 1.2 * CHANCE),
@@ -180,7 +179,7 @@ def main() -> None:
                 f"{name + (f', warm-up {warmup}' if warmup else ', no warm-up'):<28}"
                 + "".join(f"{x:>12.3f}" for x in last)
             )
-    print(f"figure: {figures.save(lambda: draw_figure(norms, results), options.out)}")
+    small.save_figure(lambda: draw_figure(norms, results), options.out)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from experiments.theory import small
 from jaxformer import models
 from jaxformer.models import ModelConfig, MuP
 from jaxformer.ops.losses import cross_entropy
-from jaxformer.tools.analysis import figures
 from jaxformer.training import optimizers
 
 VOCABULARY, T, BATCH, HEAD = 16, 32, 16, 16
@@ -101,7 +101,7 @@ def draw(results: dict[str, np.ndarray], widths: Sequence[int], rates: Sequence[
     figure = Figure(figsize=(10, 4), layout="constrained")
     panels = figure.subplots(1, len(results), sharey=True)
     for axes, (name, values) in zip(panels, results.items(), strict=True):
-        for by_rate, width, color in zip(values, widths, figures.COLORS, strict=False):
+        for by_rate, width, color in zip(values, widths, small.COLORS, strict=False):
             axes.plot(rates, by_rate, "o-", color=color, markersize=3, label=f"width {width}")
             best = int(np.nanargmin(by_rate))
             axes.plot(rates[best], by_rate[best], "*", color=color, markersize=12)
@@ -143,7 +143,7 @@ def main() -> None:
             f"{name:9} the best rate of width {widths[0]} costs width {widths[-1]} "
             f"{difference:.3f} nats"
         )
-    print("figure:", figures.save(lambda: draw(results, widths, RATES), arguments.out))
+    small.save_figure(lambda: draw(results, widths, RATES), arguments.out)
 
 
 if __name__ == "__main__":
