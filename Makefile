@@ -137,7 +137,7 @@ parity: .venv-parity/ready  ## other people's packages run live against tests/fi
 
 .PHONY: docs
 docs: $(VENV)/ready-docs ## the book, every block and notebook executed: dist/site/index.html
-	@$(BIN)/python -m pytest -q -n 2 -m 'not parity' tests/test_docs.py tests/test_mathematics.py
+	@$(BIN)/python -m pytest -q -n 2 -m 'not parity' tests/test_docs.py tests/test_mathematics.py tests/test_book.py
 	@NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
 	@echo 'the book: dist/site/index.html'
 

@@ -12,6 +12,7 @@ from latex2mathml.converter import convert
 # pymdownx.arithmatex marks the equations: it knows what is code and what is text
 BLOCK = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', flags=re.DOTALL)
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', flags=re.DOTALL)
+FUNCTION = "<mi>(?:log|ln|tanh)</mi>"
 
 
 def on_page_content(content, page, config, files):
@@ -34,5 +35,7 @@ def mathml(latex: str, place: str) -> str:
     found = convert(latex, display=place)
     if unknown := re.search(r"<m\w+[^>]*>\s*\\\w+", found):
         raise ValueError(f"{unknown[0]!r} in the equation {latex}")
-    # log p: a browser puts no space between two names
-    return re.sub(r"(<mi>log</mi>)(?=<m(?:i|sub|row)\b)", r'\1<mspace width="0.167em" />', found)
+    # w log p: a browser puts no space between two names
+    space = '<mspace width="0.167em" />'
+    found = re.sub(rf"({FUNCTION})(?=<m(?:i|sub)\b)", rf"\1{space}", found)
+    return re.sub(rf"(</m(?:i|n|sub)>)(?={FUNCTION})", rf"\1{space}", found)
