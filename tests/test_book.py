@@ -135,8 +135,17 @@ def test_other_text_stays(text):
     assert links.linked(text) == text
 
 
-def test_most_names_of_the_page_of_functions_lead_to_the_api():
-    """All but tables of values, such as `zoo.PRESETS`."""
+def test_each_equation_stands_beside_its_function():
+    """Each part with an equation has a link to what computes it."""
+    page = PAGES["one-function-at-a-time"].read_text()
+    parts = [part for part in re.split(r"^##+ ", page, flags=re.MULTILINE) if "```math" in part]
+    assert len(parts) >= 35
+    for part in parts:
+        text = re.sub(r"^```.*?^```", "", part, flags=re.DOTALL | re.MULTILINE)
+        assert any(links.target(name) for name in named(text)), part.splitlines()[0]
+
+
+def test_all_names_of_the_page_of_functions_lead_to_the_api():
     text = text_of(PAGES["one-function-at-a-time"])
     assert not [name for name in named(text) if links.target(name) is None]
 

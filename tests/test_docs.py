@@ -140,7 +140,8 @@ OPEN = re.compile(r"…|\.\.\.|[<>]|\b[A-Z_]{4,}\b")  # what the reader puts in
 
 def code_of(text):
     """Blocks that are not Python, and code inside of lines; without comments."""
-    blocks = re.findall(r"^```(?!python|diff)\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = [body for language, body in fenced if language not in ("python", "diff")]
     rest = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     blocks += re.findall(r"^    .*$", rest, flags=re.MULTILINE) + re.findall(r"`([^`\n]+)`", rest)
     return re.sub(

@@ -289,14 +289,6 @@ def test_the_page_runs(capsys):
     assert count >= 60
 
 
-def test_every_equation_has_its_function():
-    """Each part with equations names what computes them, or runs it."""
-    page = (ROOT / "docs/one-function-at-a-time.md").read_text()
-    for part in re.split(r"\n##+ ", page)[1:]:
-        if "```math" in part:
-            assert "`jaxformer." in part or "ops." in part or "masks." in part, part.splitlines()[0]
-
-
 @pytest.mark.thorough
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
