@@ -25,6 +25,17 @@ def test_it_gives_the_states_of_any_automaton(dtype, states, symbols, length, se
     assert (theory.answers(automaton, texts, dtype) == truth).all()
 
 
+@pytest.mark.thorough
+def test_the_first_layers_run_a_part_of_the_text():
+    """l layers are right for 2^l symbols, and not for the next one."""
+    automaton = theory.remainder(5)
+    texts = np.random.default_rng(0).integers(2, size=(64, 9))
+    truth = np.array([theory.run(automaton, text) for text in texts.tolist()])
+    for layers in (1, 2, 3):
+        is_right = (theory.answers(automaton, texts, layers=layers) == truth).all(axis=0)
+        assert is_right[: 2**layers].all() and not is_right[2**layers]
+
+
 def test_the_depth_is_the_logarithm_of_the_length():
     automaton = theory.remainder(3)
     depths = [theory.transformer(automaton, length).num_layers for length in (1, 3, 4, 63, 64)]

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from experiments.reverse import experiment as reverse
 from experiments.theory import (
@@ -229,3 +231,25 @@ def test_attention_recalls_a_fact():
     )
     found = recurrence.recalled("attention", 100, distances=(2, 8), length=12)
     assert found.shape == (2,) and found.min() > 0.9
+
+
+def test_a_figure_has_few_ticks_no_small_letters_and_few_bytes(tmp_path, capsys):
+    def draw():
+        figure = Figure()
+        left, right = figure.subplots(1, 2)
+        left.plot(np.arange(1000), label="a line")
+        left.legend(fontsize=6)
+        right.loglog(10.0 ** np.arange(-30, 30), 10.0 ** np.arange(-30, 30))
+        return figure
+
+    figure = small.readable(draw())
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks = [tick for tick in axis.get_majorticklocs() if low <= tick <= high]
+            assert 2 <= len(ticks) <= small.MOST_TICKS
+    assert all(text.get_fontsize() >= small.LEAST_FONT_SIZE for text in figure.findobj(Text))
+    small.save_figure(draw, str(tmp_path / "figure.png"))
+    assert capsys.readouterr().out == f"figure: {tmp_path / 'figure.png'}\n"
+    assert 1000 < (tmp_path / "figure.png").stat().st_size < 60_000

@@ -39,6 +39,14 @@ def test_slope():
     assert complexity.slope(lengths, [3 * n**1.5 for n in lengths]) == pytest.approx(1.5)
 
 
+def test_the_figure_of_costs_needs_no_times():
+    """A panel of FLOPs, and one of times where they were measured."""
+    counted = {name: [1e9, 2e9, 4e9] for name in complexity.ROWS}
+    assert len(complexity.draw(counted, {}).axes) == 1
+    measured = {"feed-forward": {4096: (1.0, 8), 8192: (2.0, 16), 16_384: (4.0, 32)}}
+    assert len(complexity.draw(counted, measured).axes) == 2
+
+
 @pytest.mark.thorough
 def test_parameterisations_agree_at_the_base_alone():
     """One learning rate, two widths: equal losses where muP is the standard one, others beyond."""
