@@ -199,7 +199,7 @@ def slope(points: Sequence[Point]) -> float:
 def draw(results: dict[float, dict[str, Any]]):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    figure = Figure(figsize=(12.5, 4.2), layout="constrained")
     panels = figure.subplots(1, 3)
     for axes, (word, sharpness) in zip(panels, SHOWN.items(), strict=False):
         result = results[sharpness]
@@ -226,21 +226,19 @@ def draw(results: dict[float, dict[str, Any]]):
             yscale="log",
             ylim=(2e-3, 5),
             xlim=(0.02, 12),
-            xlabel="FLOPs, as a share of the exact attention's",
+            xlabel="FLOPs, share of exact attention",
             ylabel="relative error",
         )
-        axes.set_title(f"{word} attention: scores of deviation {sharpness:g}", fontsize=10)
-    panels[0].legend(frameon=False, fontsize=7)
+        axes.set_title(f"{word} attention: deviation {sharpness:g}", fontsize=10)
+    panels[1].legend(frameon=False, loc="lower left")
     for i, (sharpness, result) in enumerate(results.items()):
-        style = dict(
-            color=str(0.75 - 0.75 * i / len(results)), label=f"scores of deviation {sharpness:g}"
-        )
+        style = dict(color=str(0.75 - 0.75 * i / len(results)), label=f"{sharpness:g}")
         panels[2].plot(np.arange(1, len(result["best"]) + 1), result["best"], **style)
     panels[2].set(
         xscale="log", yscale="log", ylim=(1e-2, 1.1), xlabel="rank", ylabel="relative error"
     )
-    panels[2].set_title("best error of any attention matrix of a lower rank", fontsize=10)
-    panels[2].legend(frameon=False, fontsize=7)
+    panels[2].set_title("the best attention matrix of that rank", fontsize=10)
+    panels[2].legend(frameon=False, title="deviation", loc="lower left")
     for axes in panels:
         axes.grid(alpha=0.25)
     return figure

@@ -145,7 +145,7 @@ def main() -> None:
             f"{name:<12} largest change along a diagonal: {one.shift_error():.1e} "
             "of the largest score"
         )
-    small.save_figure(lambda: draw(encodings), options.out)
+    small.save_figure(lambda: draw(encodings), options.out, colors=40)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from jaxformer.tools.analysis import figures
 COLORS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 LEAST_FONT_SIZE = 10  # points; the book shows a figure at about half its size
 MOST_TICKS = 6  # of an axis
-FILE_COLORS = 40  # of a file: those of lines and letters, and their shades
 
 Batch = dict[str, Array]
 Forward = Callable[[Any, Array], Array]  # (params, tokens [B, T]) -> logits [B, T, V]
@@ -95,14 +94,17 @@ def train(
     return params, records
 
 
-def save_figure(draw: Callable[[], Any], path: str) -> None:
-    """Writes the figure that `draw` returns into a PNG file, and prints where it is."""
+def save_figure(draw: Callable[[], Any], path: str, colors: int = 128) -> None:
+    """Writes the figure that `draw` returns into a PNG file, and prints where it is.
+
+    A file of that many colours is a quarter as large as one of all colours.
+    """
     from PIL import Image  # matplotlib writes with it
 
     written = figures.save(lambda: readable(draw()), path)
     with Image.open(written) as image:
-        few = image.convert("RGB").quantize(FILE_COLORS, dither=Image.Dither.NONE)
-    few.save(written, optimize=True)  # a quarter of the bytes
+        few = image.convert("RGB").quantize(colors, dither=Image.Dither.NONE)
+    few.save(written, optimize=True)
     print(f"figure: {written}")
 
 

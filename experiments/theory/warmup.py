@@ -12,9 +12,9 @@ Expected (seed 0): with pre-norm the gradient of the last matrix of a feed-forwa
 in layer 1 to 0.16 in layer 12; with post-norm it is 0.41 and 0.50. Loss after 300 steps at rates of
 1e-3, 2e-3 and 4e-3: pre-norm 0.011, 0.003 and 0.001 without warm-up, and 0.024, 0.007 and 0.002
 with a warm-up of 150 steps; post-norm 0.035, 2.785 and 2.780 without, and 0.037, 0.010 and 0.405
-with it. So post-norm needs the warm-up at rates of 2e-3 and above. At 1e-3 the warm-up makes no
-difference for post-norm; pre-norm is slower with it. A warm-up of 50 steps was too short at 3e-3
-(2.40 after 200 steps; without it 2.78).
+with it (0.189 on another CPU: the loss has spikes at this rate). So post-norm needs the warm-up at
+rates of 2e-3 and above. At 1e-3 the warm-up makes no difference for post-norm; pre-norm is slower
+with it. A warm-up of 50 steps was too short at 3e-3 (2.40 after 200 steps; without it 2.78).
 Time: a minute and a half of CPU time.
 Command: python -m experiments.theory.warmup [--steps 300] [--out warmup.png]
 """
@@ -121,8 +121,9 @@ def draw_figure(
     norms: dict[str, np.ndarray], results: dict[str, tuple[np.ndarray, np.ndarray]]
 ) -> Any:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(15, 4), layout="constrained")
+    figure = Figure(figsize=(13.5, 4), layout="constrained")
     first, *panels = figure.subplots(1, 1 + len(results))
     for color, (name, values) in zip(small.COLORS, norms.items(), strict=False):
         first.plot(
@@ -134,16 +135,17 @@ def draw_figure(
         ylabel="gradient of the feed-forward's last matrix",
         title="before training",
     )
-    first.legend(frameon=False, fontsize=8)
+    first.xaxis.set_major_locator(MaxNLocator(integer=True))
+    first.legend(frameon=False)
     for axes, (name, (steps, losses)) in zip(panels, results.items(), strict=True):
         for i, rate in enumerate(RATES):
             for j, (warmup, line) in enumerate(zip(WARMUPS, ("-", "--"), strict=True)):
-                label = f"{rate:g}, " + (f"warm-up of {warmup} steps" if warmup else "no warm-up")
+                label = f"{rate:g}" + (f", {warmup} steps of warm-up" if warmup else "")
                 axes.plot(steps, losses[:, j, i], line, color=small.COLORS[i], label=label)
         axes.axhline(CHANCE, color="#888888", linestyle=":", linewidth=1, label="chance")
         axes.set(
             ylim=(0, 1.2 * CHANCE),
-            xlabel="step",
+            xlabel="training step",
             ylabel="loss (nats per token)",
             title=f"{name}, {BASE.num_layers} layers",
         )
