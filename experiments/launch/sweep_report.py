@@ -10,13 +10,14 @@ from etils import epath
 from experiments.launch.trials import Trial
 from jaxformer import config
 from jaxformer.runs import loop
-from jaxformer.runs.run_folder import other_text, run_folder
+from jaxformer.runs.comparison import incomparable
+from jaxformer.runs.run_folder import run_folder
 from jaxformer.tools.analysis import figures
 
 
 def table(trials: Sequence[Trial], runs: epath.PathLike) -> str:
     """Options, final scores and folder of each trial, in Markdown."""
-    warning = other_text([run_folder(trial.experiment, runs) for trial in trials if trial.scores])
+    warning = incomparable([run_folder(trial.experiment, runs) for trial in trials if trial.scores])
     hidden = [name for name in loop.UNRECORDED if not (warning and name == "tokens")]
     names: dict[str, None] = {}  # of the scores that some trial has, in order
     for trial in trials:
@@ -32,7 +33,7 @@ def table(trials: Sequence[Trial], runs: epath.PathLike) -> str:
         end = trial.problem or str(run_folder(trial.experiment, runs).path)
         lines.append([*trial.options.values(), *scores, end])
     text = "".join("| " + " | ".join(map(_cell, line)) + " |\n" for line in lines)
-    return f"{text}\n{warning.capitalize()}.\n" if warning else text
+    return f"{text}\n{warning}\n" if warning else text
 
 
 def _cell(text: str) -> str:

@@ -357,9 +357,9 @@ def runs(argv: list[str]) -> int:
 
 def _scores(folder) -> str:
     """The progress of a run and its last validation scores, in words."""
+    from jaxformer.runs.comparison import part_scored
     from jaxformer.runs.metrics import read_records, steps_done
     from jaxformer.runs.reporter import UNRECORDED
-    from jaxformer.runs.run_folder import part_scored
 
     steps = folder.description().get("steps")
     last = folder.last_scores()
@@ -371,7 +371,7 @@ def _scores(folder) -> str:
         for name, value in numbers.items()
         if name not in UNRECORDED
     ]
-    scored = f", {', '.join(words)} ({part_scored(last)})" if words else ""
+    scored = f", {', '.join(words)} ({part_scored(folder)})" if words else ""
     return f"{steps_done(read_records(folder.metrics))}/{steps} steps{scored}"
 
 
@@ -385,12 +385,12 @@ def compare(argv: list[str]) -> int:
     parser.add_argument("--runs", default="runs", type=place)
     options = parser.parse_args(argv)
 
-    from jaxformer.runs import run_folder
+    from jaxformer.runs import comparison, run_folder
 
     folders = [folder_of(name, options.runs) for name in options.name]
     for folder in folders:
         print(f"{folder.path}  {_scores(folder)}")
-    if warning := run_folder.other_text(folders):
+    if warning := comparison.incomparable(folders):
         print(warning)
     one, other = (folder.description() for folder in folders)
     print("\n".join(run_folder.compare(one, other)) or "the same experiment")

@@ -26,6 +26,7 @@ from jaxformer.runs import checkpoint, compilation_cache, memory
 from jaxformer.runs.batches import batches_of
 from jaxformer.runs.best_effort import BestEffort
 from jaxformer.runs.checks import ranked, score_name, try_best, was_scored
+from jaxformer.runs.comparison import digests_of
 from jaxformer.runs.facts import facts
 from jaxformer.runs.goodput import Goodput
 from jaxformer.runs.job import Job, prepare
@@ -161,7 +162,7 @@ def write_description(setup: Setup) -> None:
     folder = setup.folder
     dataset = setup.dataset
     changes = processes.first(
-        lambda: describe(folder, setup.experiment, setup.source, dataset.digest)
+        lambda: describe(folder, setup.experiment, setup.source, digests_of(dataset))
     )
     for change in changes:
         log.warning("changed since the last start: %s", change)

@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ ENVIRONMENT = (
     "device",
     "device_count",
     "data_digest",
+    "validation_digest",
+    "tokenizer_digest",
 )
 LEFT_OVER = 3600  # seconds after which an unfinished file of a report is nobody's any more
 ALLOWED = {"allowed": True}  # marks the digest of code that the user trusted without training it
@@ -131,51 +133,6 @@ class RunFolder:
             if records
             else {}
         )
-
-
-def other_text(folders: Sequence[RunFolder]) -> str:
-    """Why the last scores of these runs cannot be compared; empty where they can.
-
-    They cannot if they are of different texts.
-    """
-    scored = [(folder.path.name, folder.last_scores(), _data_digest(folder)) for folder in folders]
-    scored = [one for one in scored if one[1]]
-    if any(not _alike(scored[0][1], scores) for _, scores, _ in scored):
-        told = "; ".join(f"{name}: {part_scored(scores)}" for name, scores, _ in scored)
-        return f"these scores are of different text, do not compare them ({told})"
-    if len({digest for *_, digest in scored if digest}) > 1:
-        told = "; ".join(f"{name}: digest {digest[:12]}" for name, _, digest in scored)
-        return f"these scores are of different data, so perhaps of different text ({told})"
-    return ""
-
-
-def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs were scored on as many tokens, or, where these are unknown, examples."""
-    if "tokens" in one and "tokens" in other:
-        return one["tokens"] == other["tokens"]
-    # The record of a run that goes on has the number of examples only where it is not all.
-    examples = [
-        None if str(scores.get("scored", "")).startswith("all") else scores.get("examples")
-        for scores in (one, other)
-    ]
-    return examples[0] == examples[1]
-
-
-def part_scored(scores: dict[str, Any]) -> str:
-    """The part of the split that a run's last scores are of, in words."""
-    examples = scores.get("examples")
-    tokens = scores.get("tokens")
-    words = scores.get("scored") or (
-        f"the first {examples:,.0f} examples" if examples else "all examples"
-    )
-    return f"{words}, {tokens:,.0f} tokens" if tokens else words
-
-
-def _data_digest(folder: RunFolder) -> str:
-    try:
-        return str(folder.read_json(folder.environment).get("data_digest", ""))
-    except ConfigError:
-        return ""
 
 
 def run_folder(experiment: Experiment, runs: epath.PathLike) -> RunFolder:
@@ -377,9 +334,15 @@ def resuming(folder: RunFolder) -> str:
 
 
 def describe(
-    folder: RunFolder, experiment: Experiment, source: config.Source | None, data_digest: str
+    folder: RunFolder,
+    experiment: Experiment,
+    source: config.Source | None,
+    digests: Mapping[str, str],
 ) -> list[str]:
-    """Writes what the run is. Returns a line for each field that changed since the last start."""
+    """Writes what the run is. Returns a line for each field that changed since the last start.
+
+    `digests` are those of the data.
+    """
     described = config.describe(experiment)
     earlier = folder.description()
     changed = compare(earlier, described) if earlier else []
@@ -390,12 +353,12 @@ def describe(
             trust.add(trust.digest(source.text, source.facts()))
         except (OSError, ConfigError) as error:
             log.warning("this run will open only with --trust: %s", error)
-    folder.write(folder.environment, json.dumps(environment(data_digest), indent=2))
+    folder.write(folder.environment, json.dumps(environment(digests), indent=2))
     folder.write(folder.config, json.dumps(described, indent=2) + "\n")
     return changed
 
 
-def environment(data_digest: str) -> dict:
+def environment(digests: Mapping[str, str]) -> dict:
     """Versions, commit, device and data: all that numbers depend on beside the config."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     devices = jax.devices()
@@ -407,7 +370,7 @@ def environment(data_digest: str) -> dict:
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "device": devices[0].device_kind,
         "device_count": len(devices),
-        "data_digest": data_digest,
+        **digests,
     }
 
 

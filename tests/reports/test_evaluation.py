@@ -34,10 +34,11 @@ from jaxformer.models import ModelConfig
 from jaxformer.ops.losses import LossSums
 from jaxformer.parallel import Mesh
 from jaxformer.runs import checkpoint, checks, loop
+from jaxformer.runs.comparison import incomparable
 from jaxformer.runs.goodput import Goodput
 from jaxformer.runs.metrics import Record, read_records
 from jaxformer.runs.reporter import Console
-from jaxformer.runs.run_folder import RunFolder, other_text
+from jaxformer.runs.run_folder import RunFolder
 from jaxformer.runs.scores import evaluator, examples_scored, new_names
 from jaxformer.training import Checkpoints, Experiment, MaskedTokens
 from jaxformer.training.recipe import build, in_micro_batches
@@ -155,16 +156,16 @@ def test_scores_of_other_text_are_marked(tmp_path):
     part = folder("part", {"tokens": 32, "examples": 8, "scored": "the first 8 of 23 examples"})
     other = folder("other", {"tokens": 92, "examples": 23, "scored": "all 23 examples"}, digest="b")
     old = folder("old", {"tokens": 92})  # of a version that wrote the tokens alone
-    assert other_text([whole, again]) == other_text([whole, old]) == ""
-    assert "different text" in other_text([whole, part]) and "the first 8 of 23" in other_text(
+    assert incomparable([whole, again]) == incomparable([whole, old]) == ""
+    assert "different text" in incomparable([whole, part]) and "the first 8 of 23" in incomparable(
         [whole, part]
     )
-    assert "different text" in other_text([old, part])
-    assert "different data" in other_text([whole, again, other])
+    assert "different text" in incomparable([old, part])
+    assert "different data" in incomparable([whole, again, other])
     unfinished = RunFolder(epath.Path(tmp_path / "unfinished"))
     unfinished.path.mkdir()
     unfinished.metrics.write_text('{"step": 3, "validation_loss": 1.0, "validation_examples": 8}\n')
-    assert "different text" in other_text([whole, unfinished])
+    assert "different text" in incomparable([whole, unfinished])
 
 
 @pytest.mark.report(

@@ -13,8 +13,9 @@ from jaxformer import config
 from jaxformer.config import no_links, storage
 from jaxformer.errors import ConfigError
 from jaxformer.runs import loop
+from jaxformer.runs.comparison import incomparable, incomparable_curves
 from jaxformer.runs.metrics import read_records, steps_done
-from jaxformer.runs.run_folder import ENVIRONMENT, RunFolder, other_text
+from jaxformer.runs.run_folder import ENVIRONMENT, RunFolder
 from jaxformer.tools.analysis import figures, gallery, page
 from jaxformer.tools.analysis.gallery import Pictures
 
@@ -52,7 +53,7 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
         folder.read_json(folder.result) if storage.is_file(folder.result) else {}
         for folder in folders
     ]
-    warning = other_text(folders).capitalize()
+    warning = incomparable(folders) or incomparable_curves(folders)
     done = map(steps_done, runs.values())
     steps = [
         f"{n} of {folder.description().get('steps')}"
