@@ -44,7 +44,7 @@ tokens: $(VENV)/ready    ## encode an experiment's texts ahead of its training: 
 	@$(BIN)/python -m jaxformer tokens $(call quote,$(EXP)) $(ARGS)
 
 sweep: $(VENV)/ready     ## train every combination of options: EXP=quickstart GRID="--optimizer.learning-rate=1e-4,3e-4 --seed=0,1"
-	@$(BIN)/python -m experiments.launch.sweep $(call quote,$(EXP)) --grid $(call quote,$(GRID)) $(ARGS)
+	@$(BIN)/python -m jaxformer sweep $(call quote,$(EXP)) --grid $(call quote,$(GRID)) $(ARGS)
 
 harness: $(VENV)/ready   ## tasks of lm-evaluation-harness on a run: EXP=quickstart TASKS=arc_easy (pip install 'jaxformer[harness]')
 	@$(BIN)/python -m jaxformer harness $(call quote,$(EXP)) --tasks $(call quote,$(TASKS)) $(ARGS)
@@ -215,7 +215,7 @@ $(VENV)/ready-docs: $(VENV)/ready-dev
 	@echo 'setting up .venv-plan with the TPU compiler (once, some minutes, 1.5 GB)'
 	@$(call quote,$(PYTHON)) -m venv .venv-plan
 	@.venv-plan/bin/pip install -q --upgrade 'pip>=25.1'
-	@.venv-plan/bin/pip install -q -e '.[tpu,kernels]' $(PIN)
+	@.venv-plan/bin/pip install -q -e '.[tpu,kernels,text]' $(PIN)
 	@touch $@
 
 .venv-plan/ready-dev: .venv-plan/ready

@@ -8,6 +8,7 @@ import atexit
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxformer.errors import ConfigError
-from jaxformer.parallel.numerics import version_of
 
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 EXAMPLES = "v5e:4x4, v5p:8x8x8, v4:8x16x16, v6e:16x16, tpu7x:4x4x8, h200:16x8"
@@ -49,7 +49,7 @@ GPUS = {
 def prepare() -> None:
     """Sets the environment in which compilers work without their chips.
 
-    Call it before JAX is imported.
+    JAX reads it when it is imported, so this module imports no JAX.
     """
     logs = tempfile.mkdtemp(prefix="jaxformer-plan-")
     atexit.register(shutil.rmtree, logs, ignore_errors=True)
@@ -63,6 +63,9 @@ def prepare() -> None:
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if "jax" in sys.modules and not sys.modules["jax"].config.jax_platforms:
+        # Else the CUDA plugin looks for cuDNN, which no plan needs, and does without a compiler.
+        sys.modules["jax"].config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
 def devices(name: str, slices: int = 1) -> list:
@@ -75,7 +78,8 @@ def devices(name: str, slices: int = 1) -> list:
         sizes = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)", shape)
         if sizes is None:
             raise ConfigError(
-                f"--topology={name}: expected slices x hosts x GPUs of a host, such as {kind}:1x4x8"
+                f"--topology={name}: expected slices x hosts x GPUs of a host, such as "
+                f"{kind}:1x4x8; hosts x GPUs for one slice, so {kind}:1x1 is one GPU"
             )
         shape = "x".join(size or "1" for size in sizes.groups())
         return _ask("CUDA", "plan-gpu", name, target_config=_target(GPUS[kind]), topology=shape)
@@ -92,6 +96,8 @@ def devices(name: str, slices: int = 1) -> list:
 
 def versions(platform: str) -> dict[str, str]:
     """The installed versions of jax and of the compiler of that platform."""
+    from jaxformer.parallel.numerics import version_of  # imports JAX
+
     compiler = "libtpu" if platform == "tpu" else "jax-cuda13-plugin"
     found = {name: version_of(name) for name in ("jax", compiler)}
     return {name: version for name, version in found.items() if version is not None}
