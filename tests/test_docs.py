@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import matplotlib
 import pytest
 
-from experiments.launch.sweep import read_trials
 from jaxformer import cli, config, zoo
 from jaxformer.cli.arguments import PRESET, experiment_of
+from jaxformer.cli.trials import read_trials
 from jaxformer.tools.planning.plan import of_preset
 from tests.joints.harness import NAME
 

@@ -15,9 +15,10 @@ import sys
 
 from etils import epath
 
-from experiments.launch.sweep import Trial, joined, read_trials, shorten, sweep
 from jaxformer import cli, config, models, params
 from jaxformer.cli.arguments import Parser, place, positive
+from jaxformer.cli.sweeps import shorten, sweep
+from jaxformer.cli.trials import Trial, joined, read_trials
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
 from jaxformer.runs.run_folder import run_folder

@@ -5,6 +5,8 @@
     tokens EXPERIMENT [--key.path=value ...]
         only encodes the experiment's texts; several hosts that see one cache (--data.cache=DIR)
         divide the work
+    sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--parallel N] [--runs DIR] [--key.path=value ...]
+        trains every combination of the grid's options; one table, one figure
     evaluate RUN [--step N] [--average N] [--int8 | --stored NF4()] [--mesh.tensor=N ...]
         scores a run's checkpoint, or the mean of its last N, on its validation split; also with
         weights in 8 bits, or in blocks of 4 bits
@@ -98,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "export": runs.export,
         "inspect": runs.inspect,
         "report": runs.write_report,
+        "sweep": sweep,
         "runs": runs.runs,
         "compare": runs.compare,
         "list": models.list_all,
@@ -224,6 +227,12 @@ def tokens(argv: list[str]) -> int:
         return 0
 
     return _together(body)
+
+
+def sweep(argv: list[str]) -> int:
+    from jaxformer.cli import sweeps
+
+    return sweeps.main(argv)
 
 
 def _together(body: Callable[[], int]) -> int:

@@ -229,11 +229,11 @@ def planned(data: bytes) -> None:
 
 
 def grid(data: bytes) -> None:
-    from experiments.launch import sweep
+    from jaxformer.cli import trials
 
     value = text(data)
     if value.count(",") < 12:  # their product is what was asked for
-        sweep.combinations(value)
+        trials.combinations(value)
 
 
 def stops(data: bytes) -> None:

@@ -8,9 +8,10 @@ import shutil
 import jax
 import pytest
 
-from experiments.launch import scaling, sweep as sweeps
-from experiments.launch.sweep import combinations
+from experiments.launch import scaling
 from jaxformer import cli
+from jaxformer.cli import sweeps
+from jaxformer.cli.trials import combinations
 from jaxformer.data.batching import BadBatch
 from jaxformer.errors import ConfigError
 from jaxformer.runs import loop

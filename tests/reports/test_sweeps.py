@@ -11,8 +11,9 @@ import sys
 import pytest
 from etils import epath
 
-from experiments.launch import sweep as sweeps
 from jaxformer import cli, config
+from jaxformer.cli import sweeps
+from jaxformer.cli.trials import combinations
 from jaxformer.data.tasks import Reverse
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
@@ -261,9 +262,9 @@ GRIDS = {
 def test_grids(grid):
     if GRIDS[grid] is ConfigError:
         with pytest.raises(ConfigError, match="--grid"):
-            sweeps.combinations(grid)
+            combinations(grid)
     else:
-        assert len(sweeps.combinations(grid)) == GRIDS[grid]
+        assert len(combinations(grid)) == GRIDS[grid]
 
 
 @pytest.mark.report(

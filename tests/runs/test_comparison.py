@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from etils import epath
 
-from experiments.launch import sweep_report
-from experiments.launch.trials import Trial
+from jaxformer.cli import sweep_report
+from jaxformer.cli.trials import Trial
 from jaxformer.data import sources
 from jaxformer.data.tasks import Reverse
 from jaxformer.models import ModelConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from experiments.launch.sweep import shorten
 from jaxformer import config
+from jaxformer.cli.sweeps import shorten
 from jaxformer.config.override import override
 from jaxformer.errors import ConfigError
 from jaxformer.runs.run_folder import RunFolder, run_folder, runs_of

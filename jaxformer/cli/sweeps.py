@@ -1,6 +1,6 @@
 """Trains an experiment with every combination of some options; writes one table and one figure.
 
-    python -m experiments.launch.sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--parallel N]
+    python -m jaxformer sweep EXPERIMENT --grid "--a.b=1,2 --c=x,y" [--parallel N]
         [--runs DIR] [--key.path=value ...]
 
 Each combination is an ordinary run, so a killed sweep continues where it was. With --parallel there
@@ -25,10 +25,10 @@ from typing import Any
 import jax
 from etils import epath
 
-from experiments.launch.sweep_report import figure, table
-from experiments.launch.trials import Trial, combinations, joined, read_trials  # noqa: F401
-from jaxformer import cli, config
+from jaxformer import config
 from jaxformer.cli.arguments import Parser, place, positive
+from jaxformer.cli.sweep_report import figure, table
+from jaxformer.cli.trials import Trial, joined, read_trials
 from jaxformer.data.batching import BadBatch
 from jaxformer.errors import ConfigError
 from jaxformer.families.initial import HuggingFace
@@ -258,7 +258,9 @@ def one_device(number: int) -> dict[str, str]:
 def main(argv: list[str]) -> int:
     form = argparse.RawDescriptionHelpFormatter
     # without allow_abbrev=False, --run would mean --runs
-    parser = Parser("sweep", description=__doc__, formatter_class=form, allow_abbrev=False)
+    parser = Parser(
+        "python -m jaxformer sweep", description=__doc__, formatter_class=form, allow_abbrev=False
+    )
     parser.add_argument("name", metavar="EXPERIMENT")
     parser.add_argument("--runs", default="runs", type=place)
     parser.add_argument("--grid", required=True)
@@ -277,7 +279,3 @@ def main(argv: list[str]) -> int:
         print(f"sweep: {error}", file=sys.stderr)
         return error.exit_code
     return 3 if all(trial.problem for trial in ended) else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(cli.run(main, sys.argv[1:]))

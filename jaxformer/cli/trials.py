@@ -4,7 +4,8 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-from jaxformer import cli, config
+from jaxformer import config
+from jaxformer.cli.arguments import read_experiment
 from jaxformer.errors import ConfigError
 from jaxformer.training.experiment import Experiment
 
@@ -41,7 +42,7 @@ def read_trials(name: str, grid: str, overrides: list[str]) -> list[Trial]:
     trials = []
     for combination in combinations(grid):
         words = [f"--{option}={value}" for option, value in combination.items()]
-        trials.append(Trial(combination, *cli.read_experiment(name, [*overrides, *words])))
+        trials.append(Trial(combination, *read_experiment(name, [*overrides, *words])))
     return trials
 
 

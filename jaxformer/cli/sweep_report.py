@@ -7,8 +7,8 @@ from typing import Any
 
 from etils import epath
 
-from experiments.launch.trials import Trial
 from jaxformer import config
+from jaxformer.cli.trials import Trial
 from jaxformer.runs import loop
 from jaxformer.runs.comparison import incomparable
 from jaxformer.runs.run_folder import run_folder
