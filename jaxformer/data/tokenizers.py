@@ -175,8 +175,8 @@ def by_name(
 ) -> Bytes | Characters | BPE:
     """The tokenizer of a name.
 
-    "bytes"; "characters" or "bpe", learned from `texts`; a file that `save` wrote; or a name for
-    `hugging_face`.
+    "bytes"; "characters" or "bpe", learned from `texts`; a file that `save` wrote, or the folder of
+    a run; or a name for `hugging_face`.
     """
     check_vocab_size(name, vocab_size)
     match name:
@@ -186,8 +186,9 @@ def by_name(
             return Characters.of("".join(texts))
         case "bpe":
             return BPE.train("\n".join(texts), vocab_size or 0)
+    path = os.path.expanduser(name)
     try:
-        return load(os.path.expanduser(name))
+        return load(os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path)
     except ConfigError:
         return hugging_face(name)
 

@@ -58,10 +58,8 @@ def last_step(folder: RunFolder) -> int:
 
 
 def introduction(experiment: Experiment, runs: epath.PathLike) -> list[str]:
-    """The line of a new run about the one that it goes on from; none without one."""
-    if experiment.continue_from is None:
-        return []
-    folder = folder_of(experiment.continue_from, runs)
+    """The line of a new run about the one that it goes on from."""
+    folder = folder_of(str(experiment.continue_from), runs)
     ignore = {*config.execution_fields(experiment), "continue_from", "initial"}
     changes = compare(folder.description(), config.describe(experiment), ignore)
     return [

@@ -1,4 +1,5 @@
-"""What a run says before it wastes hours: slow steps on a CPU, rows without a token."""
+"""What a run says before it wastes hours: slow steps on a CPU, rows without a token, a validation
+split that is too small."""
 
 import time
 from typing import Any
@@ -14,14 +15,40 @@ from jaxformer.training.recipe import example_lengths, trained_weights
 
 MANY = 10**12  # FLOPs of a step, below which no CPU takes long
 SLOW = 10.0  # seconds of a step that are worth a line
+FEW = 5000  # tokens, of which the mean loss is uncertain by 0.03 nats
+MOST_HELD_OUT = 0.1  # of the tokens
 PADDING = 128  # a vocabulary is padded to a multiple of this, so that devices can split it
 
 
 def first_warnings(experiment: Experiment, dataset: Any) -> list[str]:
     """Lines for the start of a run."""
+    lines = small_validation(experiment.data, dataset)
     if not models.is_config(experiment.model):
+        return lines
+    return [*lines, *rows_without_token(experiment, dataset), *slow_steps(experiment)]
+
+
+def small_validation(data: Any, dataset: Any) -> list[str]:
+    """A line, if a text's validation split is too small for its loss to mean much.
+
+    The losses of single tokens have a standard deviation of about 2 nats.
+    """
+    fraction = getattr(data, "validation_fraction", None)
+    if fraction is None or getattr(data, "validation", None) is not None:
         return []
-    return [*rows_without_token(experiment, dataset), *slow_steps(experiment)]
+    train, validation = (
+        len(getattr(split, "tokens", ())) for split in (dataset.train, dataset.validation)
+    )
+    if not 0 < validation < FEW or fraction >= MOST_HELD_OUT:
+        return []
+    better = MOST_HELD_OUT
+    while better / 2 * (train + validation) > 2 * FEW:
+        better /= 2
+    return [
+        f"validation: {validation:,} tokens, so their mean loss is uncertain by some "
+        f"{2 / validation**0.5:.2f} nats; --data.validation-fraction={better:g} holds out "
+        f"{better * (train + validation):,.0f}"
+    ]
 
 
 def rows_without_token(experiment: Experiment, dataset: Any) -> list[str]:

@@ -17,6 +17,9 @@ from jaxformer.models.differences import list_differences
 from jaxformer.runs import checkpoint_reader
 from jaxformer.training.recipe import Recipe
 
+# fields of a model that decide neither its parameters nor its numbers
+HOW_IT_RUNS = ("type", "remat", "unroll", "attention_implementation")
+
 
 @dataclass(frozen=True)
 class FromRun:
@@ -57,6 +60,23 @@ class FromRun:
         return list_differences(
             {name: pair for name, pair in differing.items() if name not in new_defaults}
         )
+
+    def options(self, model: Any) -> str:
+        """The options that give `model` the fields of the run's model; empty where none differ.
+
+        A field whose value is no number or text, such as a mask, is only named.
+        """
+        there = self.description().get("model", {})
+        here = config.describe(model)
+        words = []
+        for name, value in there.items():
+            if name in HOW_IT_RUNS or value == here.get(name):
+                continue
+            if isinstance(value, int | float | str | None):
+                words.append(f"--model.{name.replace('_', '-')}={value}")
+            else:
+                words.append(f"its model.{name}")
+        return " ".join(words)
 
     def description(self) -> dict[str, Any]:
         """The run's config.json."""

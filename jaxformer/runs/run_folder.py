@@ -304,8 +304,13 @@ def compare(one: dict, other: dict, ignore: frozenset[str] | set[str] = frozense
     ]
 
 
-def introduce(experiment: Experiment, runs: epath.PathLike) -> list[str]:
-    """A new run's lines about its folder and the three newest other runs of its experiment."""
+def introduce(
+    experiment: Experiment, runs: epath.PathLike, besides: epath.Path | None = None
+) -> list[str]:
+    """A new run's lines about its folder and the three newest other runs of its experiment.
+
+    Nothing is said about the run `besides`.
+    """
     described = config.describe(experiment)
     ignore = config.execution_fields(experiment)
 
@@ -315,9 +320,10 @@ def introduce(experiment: Experiment, runs: epath.PathLike) -> list[str]:
             or "nothing that is described"
         )
 
-    others = runs_of(experiment.name, runs)[-3:]
-    if not others:
+    every = runs_of(experiment.name, runs)
+    if not every:
         return []
+    others = [folder for folder in every if folder.path != besides][-3:]
     lines = [f"a new run: {each.path} differs in {different(each)}" for each in others]
     lines = [line + resuming(each) for line, each in zip(lines, others, strict=True)]
     return [*lines, f"its folder: {run_folder(experiment, runs).path}"]
@@ -329,6 +335,8 @@ def resuming(folder: RunFolder) -> str:
         return ""
     facts = folder.read_json(folder.source)
     words = [str(facts.get("path", "")), *map(str, facts.get("overrides", ()))]
+    if folder.path.parent != epath.Path("runs"):
+        words += ["--runs", str(folder.path.parent)]
     command = shlex.join(["python", "-m", "jaxformer", "train", *words])
     return f"; to go on with it instead: {command}"
 

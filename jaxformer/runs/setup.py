@@ -63,5 +63,9 @@ def introduction(setup: Setup) -> list[str]:
     """The lines of a new run about other runs; none if the folder has begun before."""
     if storage.is_file(setup.folder.config):
         return []
-    of_other = continued.introduction(setup.experiment, setup.runs)
-    return [*of_other, *introduce(setup.experiment, setup.runs)]
+    before = setup.experiment.continue_from
+    if before is None:
+        return introduce(setup.experiment, setup.runs)
+    of_before = continued.introduction(setup.experiment, setup.runs)
+    besides = continued.folder_of(before, setup.runs).path
+    return [*of_before, *introduce(setup.experiment, setup.runs, besides)]

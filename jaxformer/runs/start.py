@@ -20,9 +20,11 @@ from jaxformer.runs import checkpoint_reader
 from jaxformer.runs.continued import last_state
 from jaxformer.runs.initial import FromRun
 from jaxformer.runs.run_folder import RunFolder, open_experiment, runs_of
+from jaxformer.runs.same_data import warn_of_tokenizer
 from jaxformer.runs.setup import Setup
 from jaxformer.training.optimizers import without_gradient
 from jaxformer.training.recipe import Recipe, build
+from jaxformer.training.references import references_of
 from jaxformer.training.step import TrainState, abstract_state, first_state
 
 log = logging.getLogger("jaxformer")
@@ -35,6 +37,8 @@ def begin(setup: Setup, shardings: Any, watchdog: Any) -> tuple[TrainState, int]
     """
     experiment = setup.experiment
     recipe = setup.recipe
+    for field, folder in other_runs(experiment, setup.runs).items():
+        warn_of_tokenizer(field, folder, setup.dataset.tokenizer)
     if experiment.continue_from is not None:
         watchdog.phase("the state to go on from")
         return last_state(experiment, recipe, shardings, setup.runs, setup.dataset.digest)
@@ -46,28 +50,50 @@ def begin(setup: Setup, shardings: Any, watchdog: Any) -> tuple[TrainState, int]
     return jax.block_until_ready(first_state(recipe, shardings, params)), 0
 
 
+def run_named(text: str, runs: epath.PathLike) -> FromRun | None:
+    """The run that a text names, as in `from_text`; None where there is none."""
+    path = epath.Path(text).expanduser()
+    if storage.is_dir(path / "checkpoints"):
+        return FromRun(text)
+    if storage.exists(path) or "/" in text:
+        return None
+    inside = epath.Path(runs) / text
+    if storage.is_dir(inside / "checkpoints"):
+        return FromRun(str(inside))
+    found = [folder.path for folder in runs_of(text, runs) if storage.is_dir(folder.checkpoints)]
+    return FromRun(str(found[-1])) if found else None
+
+
 def from_text(text: str, runs: epath.PathLike = "runs", field: str = "initial") -> FromRun | None:
     """The run that a text names: a run's folder, its name in `runs`, or an experiment's name.
 
     An experiment's name means its newest run. None: the text names no run of ours.
     """
     path = epath.Path(text).expanduser()
-    if storage.is_dir(path / "checkpoints"):
-        return FromRun(text)
-    if not storage.exists(path) and "/" not in text:
-        inside = epath.Path(runs) / text
-        if storage.is_dir(inside / "checkpoints"):
-            return FromRun(str(inside))
-        if found := [
-            folder.path for folder in runs_of(text, runs) if storage.is_dir(folder.checkpoints)
-        ]:
-            log.info("%s=%s: the newest run is %s", field, text, found[-1])
-            return FromRun(str(found[-1]))
+    if (found := run_named(text, runs)) is not None:
+        if found.path not in (text, str(epath.Path(runs) / text)):
+            log.info("%s=%s: the newest run is %s", field, text, found.path)
+        return found
     if storage.is_file(path / "config.json") or not storage.exists(path):
         return None
     raise ConfigError(
         f"{field}={text}: neither a run's folder nor one with a Hugging Face config.json"
     )
+
+
+def other_runs(experiment: Any, runs: epath.PathLike) -> dict[str, RunFolder]:
+    """The runs that an experiment names: those of `initial`, `continue_from` and `references`."""
+    named = {"initial": experiment.initial, "continue_from": experiment.continue_from} | {
+        f"references[{name!r}]": reference.initial
+        for name, reference in references_of(experiment).items()
+    }
+    found = {}
+    for field, start in named.items():
+        if isinstance(start, str | os.PathLike):
+            start = run_named(os.fspath(start), runs)
+        if isinstance(start, FromRun):
+            found[field] = RunFolder(epath.Path(start.path).expanduser())
+    return found
 
 
 def first_params(
@@ -172,11 +198,15 @@ def read_params(
                 f" families.HuggingFace({text!r})"
             )
         start = start or weights_of(text)  # type: ignore[misc]
-    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), _read(start, model_spec, key))
+    try:
+        found = _read(start, model_spec, key)
+    except checkpoint_reader.CheckpointError as error:
+        raise ConfigError(f"{field}={initial}: {error}{sizes_of(start, model)}") from error
+    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), found)
     if problem := params.mismatch(model_spec, tree):
         raise ConfigError(
             f"{field}={initial}: parameter {problem}; give the model the sizes and heads of those"
-            " weights"
+            f" weights{sizes_of(start, model)}"
         )
     if differing := getattr(start, "differences", lambda model: [])(model):
         log.warning(
@@ -186,6 +216,12 @@ def read_params(
             "; ".join(differing),
         )
     return tree
+
+
+def sizes_of(start: Callable, model: Any) -> str:
+    """Which options give a model the sizes of the run that it starts from; "" if it has them."""
+    options = start.options(model) if isinstance(start, FromRun) else ""
+    return f"; the model of that run: {options}" if options else ""
 
 
 def _read(start: Callable, spec: params.Tree, key: jax.Array) -> params.Tree:

@@ -36,6 +36,28 @@ def test_rows_without_a_token_are_counted(size, known, said):
         assert said in lines[0] and "--model.vocab-size=2048" in lines[0]
 
 
+def text_of(validation, fraction, own=None):
+    """(data, data set) of a text of 200,000 tokens, of which some are held out."""
+    data = SimpleNamespace(validation_fraction=fraction, validation=own)
+    split = lambda size: SimpleNamespace(tokens=range(size))
+    dataset = SimpleNamespace(train=split(200_000 - validation), validation=split(validation))
+    return data, dataset
+
+
+def test_a_small_validation_split_is_named():
+    """A folder of texts and the default of Corpus held 97 tokens out."""
+    (line,) = first_warnings.small_validation(*text_of(100, 0.0005))
+    assert "100 tokens" in line and "0.20 nats" in line
+    assert "--data.validation-fraction=0.1 holds out 20,000" in line
+    for few in (text_of(100, 0.1), text_of(100, 0.0005, own="val.txt"), text_of(6000, 0.03)):
+        assert first_warnings.small_validation(*few) == []  # no advice, or no need
+
+
+def test_a_split_without_tokens_is_not_judged():
+    images = SimpleNamespace(train=range(10), validation=range(2))
+    assert first_warnings.small_validation(SimpleNamespace(), images) == []
+
+
 def test_a_large_model_on_a_cpu_is_told_its_time(monkeypatch):
     """6 N FLOPs a token: 124M weights, 8 x 1,024 tokens and attention are 7 TFLOP."""
     monkeypatch.setattr(first_warnings, "product_rate", lambda: 1e11)
