@@ -150,7 +150,8 @@ class StridedPerplexity:
 
     def __call__(self, evaluation: Evaluation) -> dict[str, Any]:
         self.check(evaluation.model, evaluation.dataset)
-        tokens = evaluation.dataset.validation.tokens
+        # those of a Corpus are on disk and are no array: counting bytes needs one
+        tokens = np.asarray(evaluation.dataset.validation.tokens[:])
         tokenizer = evaluation.dataset.tokenizer
         length = sources.context_length(evaluation.model)
         objective = TokenCrossEntropy()

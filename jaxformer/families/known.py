@@ -81,6 +81,7 @@ def write_settings(config: Config, model_type: str | None, families: Mapping[str
     if model_type is not None and model_type not in families:
         raise ConfigError(f"model_type={model_type!r} {is_unknown(model_type, families)}")
     reason = ""
+    nearest: tuple[str, list[str]] | None = None  # the family that lacks the fewest fields
     kinds = families if model_type is None else [model_type]
     wordings = [(config, {})]
     if (twin := causal_twin(config)) is not None:
@@ -103,10 +104,16 @@ def write_settings(config: Config, model_type: str | None, families: Mapping[str
         if not differences:
             return settings
         reason = reason or f"cannot express {list_names(differences, str)}"
+        if nearest is None or len(differences) < len(nearest[1]):
+            nearest = kind, differences
     if model_type is None:
+        problem = f"none of the {len(families)} families can express this config"
+        if nearest is None:
+            raise ConfigError(f"{problem}; give model_type to see why")
+        kind, lacking = nearest
         raise ConfigError(
-            f"none of the {len(FAMILIES)} families can express this config; "
-            "give model_type to see why"
+            f"{problem}; the nearest is {kind!r}, which cannot express {list_names(lacking, str)}; "
+            "give model_type to see why another one cannot"
         )
     raise ConfigError(f"model_type={model_type!r}: {reason}")
 

@@ -11,6 +11,7 @@ import pytest
 
 from jaxformer import config, masks, models
 from jaxformer.data import batching, sources, tokenizers
+from jaxformer.data.corpus import Corpus
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.generation import Generated
 from jaxformer.evaluation.metric import Evaluation
@@ -207,3 +208,22 @@ def test_sizes_of_windows_that_are_none_are_refused(bad):
     for name in ("rows", "max_tokens"):
         with pytest.raises(ConfigError, match=f"Generated.{name}={bad}: expected a whole number"):
             Generated((), **{name: bad})
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_tokens_on_disk_have_the_scores_of_those_in_memory(tmp_path, tokenizer):
+    """A corpus keeps its tokens in files: with byte pairs its bytes could not be counted."""
+    (tmp_path / "text.txt").write_text(TEXT * 20)
+    size = 260 if tokenizer == "bpe" else None
+    data = Corpus(
+        str(tmp_path / "text.txt"),
+        tokenizer=tokenizer,
+        vocab_size=size,
+        validation_fraction=0.1,
+        cache=str(tmp_path / "cache"),
+    )
+    model = replace(MODEL, vocab_size=264)
+    dataset = data.open(model)
+    on_disk = evaluation(dataset.tokenizer, dataset.validation.tokens, model)
+    in_memory = evaluation(dataset.tokenizer, dataset.validation.tokens[:], model)
+    assert StridedPerplexity(5)(on_disk) == StridedPerplexity(5)(in_memory)
