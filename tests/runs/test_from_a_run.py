@@ -1,74 +1,13 @@
-"""`initial` and `continue_from` take any run: with or without an adaptation, of any sizes."""
+"""What is said about another run: its tokenizer, and the command that goes on with it."""
 
 import json
 import logging
 
-import jax
-import numpy as np
-import pytest
 from etils import epath
 
 from jaxformer.data import tokenizers
-from jaxformer.runs.run import open_run
 from jaxformer.runs.run_folder import RunFolder, resuming
 from jaxformer.runs.same_data import warn_of_tokenizer
-from tests.runs.test_continued import train
-from tests.tiny import furnish
-
-LORA = "--adaptation=Lora(rank=2)"
-OPTIONS = ("--steps=2", "--eval-every=2", "--checkpoints.every=2", "--sample.tokens=2")
-
-
-def folder_named(name, place="runs"):
-    (found,) = [path for path in epath.Path(place).iterdir() if path.name.startswith(f"{name}-")]
-    return found
-
-
-def params_of(name):
-    return open_run(folder_named(name)).params
-
-
-def trained(name, *options):
-    code, said = train(f"--name={name}", *OPTIONS, *options)
-    assert code == 0, said
-    return said
-
-
-@pytest.mark.thorough
-def test_every_kind_of_run_starts_every_kind(tmp_path, monkeypatch):
-    """A LoRA run begins with the weights of a full one; its own, merged, start either kind."""
-    monkeypatch.chdir(furnish(tmp_path))
-    trained("full")
-    trained("lora", LORA, "--initial=full")  # the newest run of a name
-    before = params_of("lora")
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(params_of("full")), strict=True)
-    assert any(not np.array_equal(one, other) for one, other in pairs)
-    # a rate near zero: the weights stay those of the start
-    still = "--optimizer=AdamW(learning_rate=1e-30)", f"--initial={folder_named('lora')}"
-    trained("whole", *still)
-    trained("again", *still, LORA)
-    for name in ("whole", "again"):
-        for one, other in zip(
-            jax.tree.leaves(params_of(name)), jax.tree.leaves(before), strict=True
-        ):
-            np.testing.assert_allclose(one, other, atol=1e-6)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("adaptation", ["", LORA])
-def test_other_sizes_are_refused_with_the_options_that_fit(tmp_path, monkeypatch, adaptation):
-    """The message named leaves of a checkpoint, and no option."""
-    monkeypatch.chdir(furnish(tmp_path))
-    sizes = "--model.d-model=24", "--model.num-layers=2"
-    trained("first", *sizes)
-    if adaptation:
-        trained("adapted", *sizes, adaptation, f"--initial={folder_named('first')}")
-    before = folder_named("adapted" if adaptation else "first")
-    code, said = train("--name=second", *OPTIONS, f"--initial={before}")
-    last = said.strip().splitlines()[-1]
-    assert code == 2 and all(option in last for option in sizes), said
-    advised = [word for word in last.split() if word.startswith("--model.")]
-    assert train("--name=second", *OPTIONS, f"--initial={before}", *advised)[0] == 0
 
 
 def run_with(folder, tokenizer):
