@@ -6,7 +6,11 @@ import difflib
 import math
 import numbers
 import re
+import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 
@@ -99,5 +103,19 @@ def package_of(extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ConfigError(
-            f"this needs the package {error.name}; pip install 'jaxformer[{extra}]'"
+            f"this needs the package {error.name}; {install_command(extra)}"
         ) from None
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what one of our extras names, for the Python that runs.
+
+    The `pip` of a shell often belongs to another one, such as where `make` has made .venv.
+    """
+    python = sys.executable
+    command = f"pip install 'jaxformer[{extra}]'"
+    if not python or shutil.which("python") == python:
+        return command
+    with contextlib.suppress(ValueError):  # it is outside of the working directory
+        python = str(Path(python).relative_to(Path.cwd()))
+    return f"{shlex.quote(python)} -m {command}"

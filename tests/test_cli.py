@@ -18,7 +18,7 @@ import pytest
 from jaxformer import cli
 from jaxformer.cli import runs
 from jaxformer.cli.arguments import Parser
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, install_command
 from jaxformer.ops.quantised import NF4, Int4
 from tests.tiny import EXPERIMENT, TEXT, furnish
 
@@ -230,7 +230,7 @@ def test_a_bucket_without_its_package_gets_one_line(capsys, monkeypatch):
     said = "Please install gcsfs to access Google Storage"
     monkeypatch.setattr(cli.runs, "evaluate", read)
     code, _, err = run(capsys, "evaluate", "gs://bucket/runs/tiny-1")
-    assert code == 2 and err == f"jaxformer: {said}: gs:// needs `pip install 'jaxformer[gcs]'`\n"
+    assert code == 2 and err == f"jaxformer: {said}: gs:// needs `{install_command('gcs')}`\n"
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "x"])

@@ -81,7 +81,7 @@ from jaxformer.cli import models, runs
 from jaxformer.cli.arguments import Answered, parser_of, place, read_experiment, weights_of
 from jaxformer.config import storage
 from jaxformer.config.code import users_frame
-from jaxformer.errors import ConfigError, did_you_mean
+from jaxformer.errors import ConfigError, did_you_mean, install_command
 
 # bytes of the longest path below the folder of runs: a run's name, checkpoints, temporary names
 BELOW = 600
@@ -166,7 +166,7 @@ def _code(command: Callable[[list[str]], int], argv: list[str]) -> int:
     except ImportError as error:  # the first use of a bucket imports gcsfs
         if "gcsfs" not in str(error):
             raise
-        return _refused(f"{error}: gs:// needs `pip install 'jaxformer[gcs]'`", 2)
+        return _refused(f"{error}: gs:// needs `{install_command('gcs')}`", 2)
     except BrokenPipeError:  # the reader of our output has closed the pipe
         _discard_output()
         return 0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxformer.errors import ConfigError, package_of
+from jaxformer.errors import ConfigError, install_command, package_of
 
 ELEMENTS = ("C", "N", "O", "S", "F", "Cl", "Br", "I", "P")
 BONDS = ("SINGLE", "DOUBLE", "TRIPLE", "AROMATIC")  # types 1 to 4 of `graph`
@@ -142,7 +142,7 @@ def shipped() -> list[str]:
     if missing := [file for file in files if not file.exists()]:
         raise ConfigError(
             f"molecules: {missing[0]} is missing; the rdkit of pip has it, others may not: "
-            "pip install 'jaxformer[molecules]'"
+            + install_command("molecules")
         )
     institute, screened = (file.read_text(encoding="utf-8").splitlines() for file in files)
     return [line.split()[0] for line in institute if line.strip()] + [

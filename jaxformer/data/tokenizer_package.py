@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, install_command
 
 LARGEST = 100_000_000  # letters of a file; the one of Gemma has 33 million
 PATTERN = 20_000  # letters of all regular expressions; that of GPT-4o has 500
@@ -33,7 +33,7 @@ def require_package() -> Any:
         import tokenizers
     except ImportError:
         raise ConfigError(
-            "data.tokenizer: bpe needs the tokenizers package; pip install jaxformer[text]"
+            f"data.tokenizer: bpe needs the package tokenizers; {install_command('text')}"
         ) from None
     return tokenizers
 

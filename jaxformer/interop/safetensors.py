@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxformer.config import read_json, regular_file
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, install_command
 
 log = logging.getLogger("jaxformer")
 
@@ -196,7 +196,7 @@ def _download(name: str, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ConfigError(
-            f"{name}: no such folder, and the hub needs `pip install 'jaxformer[interop]'`"
+            f"{name}: no such folder, and the hub needs `{install_command('interop')}`"
         ) from None
     # subfolders and `consolidated` files hold copies of the weights for other programs
     patterns = {

@@ -28,7 +28,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from jaxformer.config import no_links, storage
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, install_command
 from jaxformer.parallel.processes import all_gather_object, first
 from jaxformer.params import Tree
 from jaxformer.runs import manifest, memory, silence
@@ -89,9 +89,7 @@ def steps(folder: Folder) -> list[int]:
             for metadata in orbax.path.step.standard_name_format().find_all(resolve(folder))
         )
     except ImportError as error:
-        raise ConfigError(
-            f"{folder}: {error}; gs:// needs `pip install 'jaxformer[gcs]'`"
-        ) from None
+        raise ConfigError(f"{folder}: {error}; gs:// needs `{install_command('gcs')}`") from None
 
 
 def restore_params(

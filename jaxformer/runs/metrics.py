@@ -14,6 +14,7 @@ from etils import epath
 
 from jaxformer import config
 from jaxformer.config import no_links, storage
+from jaxformer.errors import install_command
 from jaxformer.runs.reporter import (  # noqa: F401  (files of users may import them here)
     Console,
     NonFinite,
@@ -200,10 +201,11 @@ def open_loggers(
             loggers.append(open_logger(folder, run_name, description, records))
         except Exception as error:
             log.warning(
-                "%s is off: %s: %s (pip install 'jaxformer[log]')",
+                "%s is off: %s: %s (%s)",
                 name,
                 type(error).__name__,
                 error,
+                install_command("log"),
             )
     return loggers
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 import jaxformer
+from jaxformer.errors import install_command
 from jaxformer.parallel.numerics import version_of
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "chex", "orbax-checkpoint", "grain", "numpy")
@@ -29,7 +30,7 @@ def report() -> str:
     for extra, missing in of_extras.items():
         lines.append(f"  {extra}: {'works' if not missing else 'without ' + ', '.join(missing)}")
     if any(of_extras.values()):
-        lines.append("what a part NAME lacks comes with: pip install 'jaxformer[NAME]'")
+        lines.append(f"what a part NAME lacks comes with: {install_command('NAME')}")
     if not of_extras:
         lines.append("  unknown: jaxformer is on the path, and not installed")
     return "\n".join(lines)

@@ -126,7 +126,7 @@ def test_bpe_vocabulary_below_its_alphabet_is_refused():
 
 def test_missing_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install jaxformer\[text\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'jaxformer\[text\]'"):
         tokenizers.BPE.train(TEXT, 300)
 
 

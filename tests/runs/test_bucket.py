@@ -185,7 +185,7 @@ def test_a_url_whose_packages_are_missing_gets_one_line(monkeypatch):
     ):
         with pytest.raises(
             ConfigError,
-            match="gs://bucket/a: No module named 'gcsfs'; gs:// needs `pip install 'jaxf",
+            match=r"gs://bucket/a: No module named 'gcsfs'; gs:// needs `.*pip install 'jaxf",
         ):
             read("gs://bucket/a")
 

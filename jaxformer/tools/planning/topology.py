@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxformer.errors import ConfigError
+from jaxformer.errors import ConfigError, install_command
 
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 EXAMPLES = "v5e:4x4, v5p:8x8x8, v4:8x16x16, v6e:16x16, tpu7x:4x4x8, h200:16x8"
@@ -118,7 +118,7 @@ def _ask(platform: str, extra: str, name: str, **options: Any) -> list:
             f"and a {platform} compiler"
         )
         raise ConfigError(
-            f"--topology={name}: {words}: make plan, or pip install 'jaxformer[{extra}]'"
+            f"--topology={name}: {words}: make plan, or {install_command(extra)}"
         ) from None
 
 
