@@ -199,7 +199,8 @@ def check_python(line):
         value = value or [*words, ""][words.index(word) + 1]
         if flag in source:
             if flag == "--grid" and not OPEN.search(" ".join([value, *names])):
-                read_trials(names[0], value, [])
+                experiment = names[1 if module == "jaxformer" else 0]  # behind the command's name
+                read_trials(experiment, value, [])
         elif not OPEN.search(word):
             is_bare = not value or value.startswith("--")  # such as --profile
             dotted.append(flag if is_bare else f"{flag}={value}")

@@ -8,7 +8,8 @@ import subprocess
 import pytest
 import yaml
 
-from experiments.launch import lock, slices, sweep, tpu_vm
+from experiments.launch import lock, slices, tpu_vm
+from jaxformer.cli import sweeps, trials
 from jaxformer.errors import ConfigError
 
 FOUR = "--topology=v5e:4x4"
@@ -211,7 +212,7 @@ def test_a_job_that_crashes_is_queued_again_only_so_often(dry, tmp_path):
 )
 def test_devices_of_a_sweep_may_have_names(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937, MIG-377e0049-554c ,3,")
-    assert [sweep.one_device(i)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == [
+    assert [sweeps.one_device(i)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == [
         "GPU-8932f937",
         "MIG-377e0049-554c",
         "3",
@@ -224,7 +225,7 @@ def test_devices_of_a_sweep_may_have_names(monkeypatch):
     right="a comma inside brackets or quotes is part of a value",
 )
 def test_a_value_of_a_grid_may_have_commas():
-    grid = sweep.combinations("--a=[1,2],[3,4] --b='x,y',z --c=f(1,g(2,3))")
+    grid = trials.combinations("--a=[1,2],[3,4] --b='x,y',z --c=f(1,g(2,3))")
     assert grid == [
         {"a": a, "b": b, "c": "f(1,g(2,3))"} for a in ("[1,2]", "[3,4]") for b in ("x,y", "z")
     ]
