@@ -191,10 +191,10 @@ def main() -> None:
         sizes = automaton.states, config.num_layers, config.d_model
         print(" | ".join(map(str, (name, *sizes, wrong))))
         if not shares:  # the figure is of the first automaton
-            chance = 1 / automaton.states
             for layers in range(2, config.num_layers):
                 found = answers(automaton, texts, layers=layers)
                 shares[layers] = (found == truth).mean(axis=0)
+    chance = 1 / next(iter(automata.values())).states
     small.save_figure(partial(draw, shares, chance), options.out)
 
 

@@ -113,6 +113,8 @@ def measure() -> dict[str, Encoding]:
 
 def draw(encodings: Mapping[str, Encoding]) -> Any:
     """Above: the values of each encoding. Below: its part of the score of each query and key."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
     columns = 4
@@ -121,17 +123,19 @@ def draw(encodings: Mapping[str, Encoding]) -> Any:
     grid = figure.subplots(2 * groups, columns)
     for axes in grid.ravel():
         axes.set_axis_off()
+    colours = ScalarMappable(Normalize(-1, 1), "RdBu_r")
     for i, (name, one) in enumerate(encodings.items()):
         above, below = grid[2 * (i // columns) :, i % columns][:2]
         for axes, values in ((above, one.values), (below, one.scores)):
             axes.set_axis_on()
             share = values / (float(np.abs(values).max()) or 1.0)
-            style = dict(cmap="RdBu_r", vmin=-1, vmax=1, interpolation="none")
-            image = axes.imshow(share, aspect="auto", **style)
+            axes.imshow(
+                share, aspect="auto", interpolation="none", cmap=colours.cmap, norm=colours.norm
+            )
         above.set(xlabel="position (tokens)", ylabel=one.rows, title=name)
         shifts = "key − query" if one.shift_error() < 1e-4 else "both positions"
         below.set(xlabel="key position", ylabel="query position", title=f"score: {shifts}")
-    figure.colorbar(image, ax=grid, shrink=0.4, label="share of the largest value")
+    figure.colorbar(colours, ax=grid, shrink=0.4, label="share of the largest value")
     return figure
 
 

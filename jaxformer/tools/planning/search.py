@@ -27,6 +27,15 @@ from jaxformer.training import optimizers
 from jaxformer.training.recipe import trained_weights
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences of a device in one pass
+# {word of `ModelConfig.remat`: the FLOPs of a step, of those without recomputation}
+COMPUTED = {
+    "offload": 1.34,
+    "full": 1.33,
+    "attention": 1.3,
+    "qkv": 1.2,
+    "dots": 1.03,
+    "none": 1.0,
+}
 
 
 class Estimate(NamedTuple):
@@ -88,15 +97,7 @@ def estimate(experiment: Any, devices: int, chip: Any) -> Estimate:
     trained = trained_weights(experiment)
     a_token = cost.training_flops(model, model.context_length, trained=trained)
     total = a_token * experiment.batch_size * model.context_length
-    shares = {
-        "offload": 1.34,
-        "full": 1.33,
-        "attention": 1.3,
-        "qkv": 1.2,
-        "dots": 1.03,
-        "none": 1.0,
-    }
-    recomputed = shares.get(model.remat, shares["none"])
+    recomputed = COMPUTED.get(model.remat, COMPUTED["none"])
     # bytes/s of one link, and of the network between the devices of fsdp and data
     link = chip.network / (chip.links or 2)
     far = link if chip.links or devices <= 8 else chip.outside * 8
