@@ -73,7 +73,7 @@ evaluate: $(VENV)/ready  ## score a run on its validation split: EXP=quickstart,
 env: $(VENV)/ready       ## versions, devices, and which optional parts work
 	@$(BIN)/python -m jaxformer env
 
-export: $(VENV)/ready    ## a run as a folder that transformers opens: EXP=quickstart TO=exported ARGS=--dtype=bfloat16
+export: $(VENV)/ready    ## a run as a folder that transformers opens: EXP=shakespeare_char TO=exported ARGS=--dtype=bfloat16
 	@$(BIN)/python -m jaxformer export $(call quote,$(EXP)) $(call quote,$(TO)) $(ARGS)
 
 generate: $(VENV)/ready  ## continue a text: EXP=quickstart ARGS="--prompt 'def main('"

@@ -405,7 +405,7 @@ def test_flax_layers_in_a_scanned_model(name):
 
 @pytest.mark.thorough
 def test_an_nnx_guest_drops_where_there_is_a_key():
-    spec, apply, _ = FlaxFeedForward(lambda rngs: Mlp(0.5, rngs))(GPT)
+    spec, apply, *_ = FlaxFeedForward(lambda rngs: Mlp(0.5, rngs))(GPT)
     rng = np.random.default_rng(0)
     tree = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), spec)
     x = jnp.asarray(rng.normal(size=(2, T, D)), jnp.float32)
