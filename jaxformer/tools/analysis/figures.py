@@ -21,6 +21,7 @@ from jaxformer.tools.analysis.costs import Part
 from jaxformer.tools.analysis.labels import plain, short
 from jaxformer.tools.analysis.scaling import HOFFMANN, Law, Numbers
 
+MOST_TICKS = 6  # of an axis
 COLORS = ["#1f77b4", "#d1495b", "#2a9d5c", "#e08e0b", "#7b5ea7", "#5f6b73"]
 NOT_CURVES = {"step", "loss", "skipped", "loss_scale", "examples"}
 DARK = dict.fromkeys(
@@ -128,13 +129,16 @@ def marker(values: Sequence[float]) -> str:
 def smooth(values: Sequence[float]) -> np.ndarray:
     """The mean of the finite values around each value, a twentieth of all values to each side.
 
-    At the ends there are fewer values. The window is centred, so the curve does not lag.
+    The window is centred, so the curve does not lag. The first values have smaller windows, so the
+    curve begins where the values do; the last ones have fewer values behind them.
     """
     numbers = np.asarray(values, np.float64)
     finite = np.isfinite(values)
     reach = len(numbers) // 20
     n = len(numbers)
-    first, last = np.maximum(np.arange(n) - reach, 0), np.minimum(np.arange(n) + reach + 1, n)
+    places = np.arange(n)
+    reaches = np.minimum(places, reach)
+    first, last = places - reaches, np.minimum(places + reaches + 1, n)
     base = numbers[finite].mean() if finite.any() else 0.0  # sums of differences lose fewer digits
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, numbers - base, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
@@ -222,6 +226,7 @@ def curves(runs: Mapping[str, Sequence[dict]]) -> Any:
         axes.set_title(plain(title.replace("_", " ")), fontsize=8)
         axes.set_yscale("log" if "rms/" in title else "linear")
         axes.grid(alpha=0.25)
+    axes.figure.supxlabel("step", fontsize=8)
     return axes.figure
 
 
@@ -259,12 +264,14 @@ def masks(patterns: Mapping[str, Mask], length: int) -> Any:
     """
     check_whole("masks: length", length)
     from matplotlib.colors import ListedColormap
+    from matplotlib.ticker import MaxNLocator
 
     style = dict(vmin=0, vmax=2, extent=(0, length, length, 0), interpolation="none")
     for axes, (name, mask) in zip(
         panels(len(patterns), 3, 3.0, 3.4), patterns.items(), strict=True
     ):
         colors = ListedColormap(["#8a949e22", "#7fb2d8", "#1f5d8c"])
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1))
         axes.imshow(mask.blocks(length, length, -(-length // 64)), cmap=colors, **style)
         title = f"{name}: {mask}, {mask.density(length, length):.1%} visible"
         axes.set_title(plain("\n".join(textwrap.wrap(title, 40))), fontsize=8)
@@ -398,6 +405,7 @@ def _axes(grid: bool = True, **labels: Any) -> Any:
     from matplotlib.figure import Figure
 
     axes = Figure(figsize=(5.8, 3.6), layout="constrained").add_subplot()
+    axes.locator_params(nbins=MOST_TICKS - 1)
     axes.set(**labels)
     if grid:
         axes.grid(alpha=0.25)
@@ -415,7 +423,7 @@ def panels(count: int, columns: int, width: float, height: float) -> list[Any]:
     all_axes = [figure.add_subplot(-(-count // columns), columns, i + 1) for i in range(count)]
     for axes in all_axes:
         axes.tick_params(labelsize=7)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True, min_n_ticks=1))
         axes.xaxis.label.set_fontsize(8)
         axes.yaxis.label.set_fontsize(8)
     return all_axes

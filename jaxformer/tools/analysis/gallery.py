@@ -32,8 +32,8 @@ Pictures = dict[str, Callable[[], Any] | str]
 
 # the sections of a page, in this order, with a note for the reader
 NOTES = {
-    "Loss": "How surprised the model is by the right answer, in nats; 0 is certainty. "
-    "It learns from training text alone.",
+    "Loss": "What training makes small, as a mean. For text it says how surprised the model is "
+    "by the next token, in nats: 0 is certainty. The model learns from training data alone.",
     "Other numbers": "Lines: of training batches. Points: of the validation split. "
     "Of rms a line for each layer, the first ones dark, grey what is no layer: "
     "parts that die or explode show here.",
