@@ -11,8 +11,7 @@ with their neighbours (Morgan, radius 1). logP is nearly linear in the latter: t
 kinds of Crippen's sum. The model has to find them. `logp.png` shows its answers.
 Expected: mae 0.175, mae_atoms 0.524, mae_fingerprints 0.122 (seed 0): a third of the error of atom
 counts, but more than that of fingerprints. 136,265 parameters. Time: 10 minutes beside other work.
-Needs pip install 'jaxformer[molecules]'.
-Command: make train EXP=molecules
+Needs pip install 'jaxformer[molecules]'. Command: make train EXP=molecules
 Then: make generate EXP=molecules ARGS="--prompt 'CCO'"
 """
 

@@ -9,8 +9,7 @@ are those of this model on videos that repeat their fifth frame; `linear_...` ar
 scikit-learn's logistic regression on the pixels of 4,000 videos. `videos.png` shows videos.
 Expected: digit 98.5 %, direction 100 % (seed 0); one frame: 77.9 and 13.2 %; linear: 14.3 and
 25.1 %. 141,010 parameters. Time: 19 minutes, beside four other jobs.
-Needs pip install 'jaxformer[vision]'.
-Command: make train EXP=video_motion
+Needs pip install 'jaxformer[vision]'. Command: make train EXP=video_motion
 """
 
 from dataclasses import dataclass
