@@ -273,7 +273,9 @@ def classes(family: str) -> list[str]:
 
 def fields(family: str) -> set[str]:
     """The fields that the family's config class documents beside those of every class."""
-    config = getattr(transformers, FAMILIES[family] + "Config")
+    # Gemma3Config is that of text and images: the name of the text model's config has one more word
+    name = FAMILIES[family] + ("TextConfig" if family.endswith("_text") else "Config")
+    config = getattr(transformers, name)
     return (
         config.__dataclass_fields__.keys()
         - transformers.PretrainedConfig.__dataclass_fields__.keys()

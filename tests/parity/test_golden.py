@@ -27,6 +27,7 @@ def test_transformers_still_writes_what_is_kept(name, tmp_path):
     assert config | {"transformers_version": "any"} == golden.config(name) | {
         "transformers_version": "any"
     }
+    weights = load_file(kept / "model.safetensors")
     for file, load in (
         ("model.safetensors", load_file),
         ("gradients.safetensors", load_file),
@@ -35,10 +36,20 @@ def test_transformers_still_writes_what_is_kept(name, tmp_path):
         written, before = load(tmp_path / file), load(kept / file)
         assert sorted(written) == sorted(before)
         for key in before:
-            # it computes norms, rotations and softmax in float32, which on another machine may
-            # round otherwise
+            is_table = file == "gradients.safetensors" and np.array_equal(before[key], weights[key])
+            if is_table and not written[key].any():
+                continue  # sinusoids have no gradient; the kept file has them, so that it opens
+            # It computes norms, rotations and softmax in float32, which on another machine may
+            # round otherwise: by 1.4e-6 in gradients of Qwen2-MoE, and by 1e-5 in Gemma, whose
+            # scores are larger because embeddings are scaled by sqrt(D). Weights are drawn, exact.
+            rounding = 2e-5 if name.startswith("gemma") else 2e-6
+            exact = file == "model.safetensors"
             np.testing.assert_allclose(
-                written[key], before[key], rtol=1e-6, atol=1e-6, err_msg=f"{file}: {key}"
+                written[key],
+                before[key],
+                rtol=0 if exact else 1e-6,
+                atol=0 if exact else rounding,
+                err_msg=f"{file}: {key}",
             )
 
 
