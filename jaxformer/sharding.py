@@ -280,7 +280,7 @@ def platform() -> str:
     It is the platform of the mesh, which may be absent from this machine. Without a mesh it is that
     of `jax.default_device`, or else that of this process.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
+    device = _device()
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform
@@ -288,12 +288,15 @@ def platform() -> str:
 
 def device_kind() -> str:
     """The kind of chip of a program, such as "TPU v6 lite", by the rule of `platform`."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None:
-        device = jax.config.jax_default_device
+    device = _device()
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
     return device.device_kind
+
+
+def _device() -> Any:
+    """A device of the program, or the name of its platform; None: those of this process."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device
 
 
 def is_one_cpu() -> bool:

@@ -9,17 +9,24 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxformer.models.config import ModelConfig
 from jaxformer.ops.einsum import PRODUCT
+from jaxformer.sharding import platform
 
 # the words of `ModelConfig.remat`
 POLICIES = ("none", "dots", "qkv", "attention", "full", "offload")
 HEADS = ("query", "key", "value")  # the names of what attention reads, for policies
 LAYER_INPUT = "layer_input"  # the name of the residual stream that a layer reads, for policies
+# why "offload" is refused
+GPU_SCAN = (
+    "remat=offload on a GPU: XLA may give the backward pass of a scan the kept inputs in the wrong "
+    "order, without an error (openxla/xla#46231); give unroll=num_layers, or remat=full"
+)
 
 
 def remat(config: ModelConfig, f: Callable, in_scan: bool) -> Callable:
     """f under `jax.checkpoint`: it keeps for the backward pass what `ModelConfig.remat` says.
 
-    Gathered weights are never kept: they are gathered again.
+    Gathered weights are never kept: they are gathered again. Raises NotImplementedError for
+    "offload" in a scan on a GPU.
     """
     mesh = jax.sharding.get_abstract_mesh()
     # within a scan the loop separates the two passes, so nothing else has to prevent CSE
@@ -37,6 +44,8 @@ def remat(config: ModelConfig, f: Callable, in_scan: bool) -> Callable:
         case "full":
             return checkpoint()
         case "offload":
+            if in_scan and platform() == "gpu":
+                raise NotImplementedError(GPU_SCAN)
             return _checkpoint_by_name(f, _offload_layer_inputs(), in_scan)
     return _checkpoint_by_name(f, config.remat, in_scan)  # a policy of the user's own
 

@@ -53,9 +53,9 @@ def limits_of(head_width: int) -> Limits:
 
 
 def block_size(length: int, limits: Limits) -> int:
-    """Queries or keys of a block: a multiple of 128 that pads `length` least.
+    """Queries or keys of a block, so that whole blocks pad `length` little.
 
-    A block beyond the size of a product is a multiple of it.
+    It is a multiple of 128, and of the keys of a product where it may hold more than one.
     """
     largest = max(limits.product, length // FEWEST // limits.product * limits.product)
     largest = min(limits.block, largest)
