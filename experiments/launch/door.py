@@ -76,19 +76,19 @@ def train_command(name: str, arguments: list[str], runs: str, hosts: Hosts) -> C
     ]
     facts = [f"checked here: {fact}" for fact in here]
     facts.append(f"each host checks before training: {', '.join(later)}")
-    variables = compiler_flags(hosts.has_tpu)
+    variables = libtpu_flags() if hosts.has_tpu else {}
     facts += [f"each host has {name}={text}" for name, text in variables.items()]
     return Command(words, facts, variables)
 
 
-def compiler_flags(has_tpu: bool) -> dict[str, str]:
+def libtpu_flags() -> dict[str, str]:
     """{variable: flags} of libtpu that whoever launches has set: hosts get the same ones.
 
     There are none of our own: those that made gathers of v6e asynchronous with libtpu 0.0.42 are
     refused by 0.0.50 ("not supported on platforms other than TPU v5e").
     """
-    text = os.environ.get("LIBTPU_INIT_ARGS", "")
-    return {"LIBTPU_INIT_ARGS": text} if has_tpu and text else {}
+    text = os.environ.get("LIBTPU_INIT_ARGS")
+    return {"LIBTPU_INIT_ARGS": text} if text else {}
 
 
 def check_mesh(experiment: Any, hosts: Hosts) -> str:
@@ -205,7 +205,7 @@ def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
     if hosts.files == "image":
         copied = [path for path in copied if path.startswith(("experiments/", "jaxformer/"))]
     elsewhere = []
-    for name, path in paths.items():
+    for where, path in paths.items():
         # the part before the first * of a glob; of paired files, the path without its ending
         start = os.path.normpath(path.partition("*")[0])
         if hosts.files == "shared":
@@ -216,8 +216,8 @@ def check_files(name: str, experiment: Any, hosts: Hosts) -> list[str]:
         else:
             there = any(file.startswith(start) for file in copied)
         if not there:
-            in_file = name == "EXP" or name.startswith("references.")  # no option sets these
-            option = f"{name}=" if in_file else f"--{name}="
+            in_file = where == "EXP" or where.startswith("references.")  # no option sets these
+            option = f"{where}=" if in_file else f"--{where}="
             place = {
                 "tree": "in the copy of this checkout",
                 "image": "in the image",

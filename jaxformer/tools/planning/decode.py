@@ -51,7 +51,7 @@ class DecodePlan:
     tokens_per_second: float | None  # of all texts, limited by memory and network
     bound: float | None  # the same if a step moved only `needed_bytes`
     kernel: str  # of attention inside prefill
-    versions: dict[str, str]  # of jax and the compiler
+    versions: dict[str, str]  # of jax and the compiler, and the compiler's flags
 
 
 def plan_decode(

@@ -27,5 +27,5 @@ def milliseconds(seconds: dict[str, float], digits: int) -> str:
 
 
 def versions(numbers: dict[str, str]) -> str:
-    """The versions of jax and of the compiler."""
+    """The versions of jax and of the compiler, and the compiler's flags."""
     return ", ".join(f"{name} {version}" for name, version in numbers.items())

@@ -5,7 +5,6 @@ The real train step is compiled for devices that this machine does not have. `pl
 """
 
 import math
-import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,7 +65,7 @@ class Plan:
     tokens_per_second: float | None
     mfu: dict[str, float]  # at that speed, by definition
     compile_seconds: float
-    versions: dict[str, str]  # of jax and the compiler
+    versions: dict[str, str]  # of jax and the compiler, and the compiler's flags
     notes: list[str]
     largest: list[dict]  # the largest arrays of a step that does not fit
 
@@ -143,8 +142,6 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     speed = tokens / seconds.step
     mfu = cost.utilization(model, length, speed, len(devices), kind, source, trained)
     notes = _notes(log, experiment.mesh, mesh.shape["stage"])
-    if flags := os.environ.get("LIBTPU_INIT_ARGS"):
-        notes.append(f"compiled with LIBTPU_INIT_ARGS={flags}, as launched hosts are")
     return Plan(
         topology=name,
         chip=kind,

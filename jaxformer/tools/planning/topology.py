@@ -95,11 +95,13 @@ def devices(name: str, slices: int = 1) -> list:
 
 
 def versions(platform: str) -> dict[str, str]:
-    """The installed versions of jax and of the compiler of that platform."""
+    """The installed versions of jax and of the compiler of that platform, and libtpu's flags."""
     from jaxformer.parallel.numerics import version_of  # imports JAX
 
     compiler = "libtpu" if platform == "tpu" else "jax-cuda13-plugin"
     found = {name: version_of(name) for name in ("jax", compiler)}
+    if platform == "tpu" and (flags := os.environ.get("LIBTPU_INIT_ARGS")):
+        found["LIBTPU_INIT_ARGS"] = flags  # as the launchers hand it to the hosts
     return {name: version for name, version in found.items() if version is not None}
 
 

@@ -34,3 +34,12 @@ def test_the_environment_is_set_before_jax_reads_it(when):
 def test_one_gpu_has_a_name_that_the_message_gives():
     with pytest.raises(ConfigError, match="h200:1x1 is one GPU"):
         topology.devices("h200:1")
+
+
+def test_a_plan_names_the_flags_of_its_compiler(monkeypatch):
+    """Also a plan of decoding: both print these facts in their last line."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_mine=true")
+    assert topology.versions("tpu")["LIBTPU_INIT_ARGS"] == "--xla_mine=true"
+    assert "LIBTPU_INIT_ARGS" not in topology.versions("cuda")  # libtpu alone reads them
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    assert "LIBTPU_INIT_ARGS" not in topology.versions("tpu")
