@@ -24,15 +24,19 @@ BITS_PER_BYTE = (
 )
 
 
-def digests_of(dataset: Any) -> dict[str, str]:
-    """The digests of a data set, for environment.json.
+def digests_of(dataset: Any, folder: RunFolder) -> dict[str, str]:
+    """The digests of a data set, for the environment.json of a run.
 
     That of all data decides whether a run may go on. Those of the validation split and of the
-    tokenizer decide whether the scores of two runs can be compared.
+    tokenizer decide whether the scores of two runs can be compared. A later start of the run with
+    the same data reads no example again.
     """
+    known = _environment(folder)
+    is_same = dataset.digest and known.get("data_digest") == dataset.digest
+    validation = known.get("validation_digest") if is_same else None
     return {
         "data_digest": dataset.digest,
-        "validation_digest": split_digest(dataset.validation),
+        "validation_digest": validation or split_digest(dataset.validation),
         "tokenizer_digest": getattr(dataset.tokenizer, "digest", ""),
     }
 
@@ -132,10 +136,15 @@ def unit(folder: RunFolder) -> str:
 
 def digest(folder: RunFolder, name: str) -> str:
     """The first digits of a digest of environment.json; empty where there is none."""
+    return str(_environment(folder).get(name, ""))[:12]
+
+
+def _environment(folder: RunFolder) -> dict[str, Any]:
+    """What environment.json says; nothing where there is none."""
     try:
-        return str(folder.read_json(folder.environment).get(name, ""))[:12]
+        return folder.read_json(folder.environment)
     except ConfigError:
-        return ""
+        return {}
 
 
 def _same_count(one: dict[str, Any], other: dict[str, Any]) -> bool:

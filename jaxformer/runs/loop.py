@@ -162,7 +162,7 @@ def write_description(setup: Setup) -> None:
     folder = setup.folder
     dataset = setup.dataset
     changes = processes.first(
-        lambda: describe(folder, setup.experiment, setup.source, digests_of(dataset))
+        lambda: describe(folder, setup.experiment, setup.source, digests_of(dataset, folder))
     )
     for change in changes:
         log.warning("changed since the last start: %s", change)

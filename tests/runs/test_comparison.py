@@ -128,9 +128,16 @@ def test_an_unreadable_example_leaves_its_error_to_the_evaluation():
     assert split_digest(Broken(range(3))) == ""
 
 
-def test_every_data_set_says_what_it_validates_on():
+def test_every_data_set_says_what_it_validates_on(tmp_path, monkeypatch):
+    """A later start of the run with the same data reads no example for it."""
     model = ModelConfig(vocab_size=12, num_layers=1, d_model=8, num_heads=1, context_length=8)
+    folder = RunFolder(epath.Path(tmp_path))
     task = Reverse(vocab_size=11, length=4, examples=64, validation_examples=23).open(model)
-    found = comparison.digests_of(task)
+    found = comparison.digests_of(task, folder)
     assert found["data_digest"] == task.digest and len(found["validation_digest"]) == 64
     assert found["tokenizer_digest"] == ""
+    folder.write(folder.environment, json.dumps(found))
+    monkeypatch.setattr(comparison, "split_digest", lambda split: "read again")
+    assert comparison.digests_of(task, folder) == found
+    other = Reverse(vocab_size=11, length=3, examples=64, validation_examples=23).open(model)
+    assert comparison.digests_of(other, folder)["validation_digest"] == "read again"
