@@ -10,14 +10,12 @@ tables of tokens and learned positions (Kaplan et al. 2020). D counts the weight
 training.
 """
 
-import argparse
 import sys
 
 from etils import epath
 
 from jaxformer import cli, config, models, params
-from jaxformer.cli.arguments import Parser, place, positive
-from jaxformer.cli.sweeps import shorten, sweep
+from jaxformer.cli.sweeps import parser_of_trials, shorten, sweep
 from jaxformer.cli.trials import Trial, joined, read_trials
 from jaxformer.data import batching
 from jaxformer.errors import ConfigError
@@ -65,20 +63,9 @@ def summary(law: scaling.Law, ranges: scaling.Law) -> str:
 
 
 def main(argv: list[str]) -> int:
-    form = argparse.RawDescriptionHelpFormatter
-    # without allow_abbrev=False, --run would mean --runs
-    parser = Parser("scaling", description=__doc__, formatter_class=form, allow_abbrev=False)
-    parser.add_argument("name", metavar="EXPERIMENT")
-    parser.add_argument("--runs", default="runs", type=place)
+    parser = parser_of_trials("scaling", __doc__)
     parser.add_argument("--sizes", default="--model.d-model=32,64,128")
     parser.add_argument("--steps", default="200,400,800")
-    parser.add_argument(
-        "--parallel",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="runs at a time, each on a device of its own",
-    )
     options, overrides = parser.parse_known_args(joined(argv, "--sizes"))
     trials = read_trials(options.name, f"{options.sizes} --steps={options.steps}", overrides)
     constants = len(scaling.Law._fields)

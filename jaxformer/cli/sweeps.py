@@ -255,15 +255,13 @@ def one_device(number: int) -> dict[str, str]:
     }
 
 
-def main(argv: list[str]) -> int:
+def parser_of_trials(program: str, description: str | None) -> Parser:
+    """The options that all commands with several runs have."""
     form = argparse.RawDescriptionHelpFormatter
     # without allow_abbrev=False, --run would mean --runs
-    parser = Parser(
-        "python -m jaxformer sweep", description=__doc__, formatter_class=form, allow_abbrev=False
-    )
+    parser = Parser(program, description=description, formatter_class=form, allow_abbrev=False)
     parser.add_argument("name", metavar="EXPERIMENT")
     parser.add_argument("--runs", default="runs", type=place)
-    parser.add_argument("--grid", required=True)
     parser.add_argument(
         "--parallel",
         type=positive,
@@ -271,6 +269,12 @@ def main(argv: list[str]) -> int:
         metavar="N",
         help="runs at a time, each on a device of its own",
     )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    parser = parser_of_trials("python -m jaxformer sweep", __doc__)
+    parser.add_argument("--grid", required=True)
     options, overrides = parser.parse_known_args(joined(argv, "--grid"))
     trials = read_trials(options.name, options.grid, overrides)
     try:
