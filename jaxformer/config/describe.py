@@ -122,18 +122,20 @@ def _describe(value: Any, place: _Place) -> Any:
 
 
 def _described_fields(config: Any, place: _Place) -> dict[str, Any]:
-    """The fields that describe a config, by name.
-
-    A field that replaced an older one has metadata `describe(value)`, which gives its entries.
-    """
+    """The entries that describe a config, by name."""
     own = {field.name: field for field in dataclasses.fields(config)}
     described: dict[str, Any] = {}
     for name, item in fields(config).items():
         if not place.execution and _decides_no_number(own[name], item):
             continue
-        metadata = own[name].metadata
-        described |= metadata["describe"](item) if "describe" in metadata else {name: item}
+        described |= _entries(own[name], item)
     return described
+
+
+def _entries(field: dataclasses.Field, value: Any) -> dict[str, Any]:
+    """What describes a field. One that replaced an older field says it in the older words."""
+    in_older_words = field.metadata.get("describe")
+    return {field.name: value} if in_older_words is None else in_older_words(value)
 
 
 def _is_number_of_numpy(value: Any) -> bool:
@@ -158,7 +160,11 @@ def _object(value: Any, place: _Place) -> Any:
         return code.name_of(value)
     if isinstance(value, re.Pattern):  # its repr is cut short
         return _instance(value, {"pattern": value.pattern, "flags": value.flags}, place)
-    attributes = dict(getattr(value, "__dict__", {}))
+    attributes = {
+        name: item
+        for name, item in getattr(value, "__dict__", {}).items()
+        if not _is_computed(type(value), name)
+    }
     for kind in type(value).__mro__:
         slots = getattr(kind, "__slots__", ())
         attributes |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
@@ -166,6 +172,11 @@ def _object(value: Any, place: _Place) -> Any:
         return _instance(value, attributes, place)
     text = repr(value)
     return _instance(value, {} if " at 0x" in text else {"text": text}, place)
+
+
+def _is_computed(kind: type, name: str) -> bool:
+    """Whether an attribute is kept from an earlier use of the object: a cached property."""
+    return isinstance(inspect.getattr_static(kind, name, None), functools.cached_property)
 
 
 def _instance(value: Any, parts: Mapping[str, Any], place: _Place) -> dict[str, Any]:
@@ -247,23 +258,28 @@ def changes(config: Any, default: Any = None) -> dict[str, Any]:
     """
     numbers_only = _Place(execution=False)
     described = _describe_whole(config, numbers_only)
+    own = {field.name: field for field in dataclasses.fields(config)}
     if type(default) is type(config):
         defaults = fields(default)
-        changed = {}
     else:
-        defaults = {field.name: _default_of(field) for field in dataclasses.fields(config)}
-        changed = {name: value for name, value in described.items() if name not in defaults}
+        defaults = {name: _default_of(field) for name, field in own.items()}
+    changed = {}
+    unchanged = set()
     for name, value in fields(config).items():
-        if name not in described:  # execution
-            continue
+        usual = defaults[name]
         if is_config(value) and not hasattr(value, "__describe__"):
-            if inner := changes(value, defaults[name]):
+            unchanged.add(name)  # as a whole
+            inner = changes(value, usual) if name in described else {}
+            if inner:
                 changed[name] = inner
             continue
-        usual = defaults[name]
-        if usual is dataclasses.MISSING or described[name] != _describe(usual, numbers_only):
-            changed[name] = described[name]
-    return changed
+        of_default = {} if usual is dataclasses.MISSING else _entries(own[name], usual)
+        for entry, item in of_default.items():
+            if entry in described and described[entry] == _describe(item, numbers_only):
+                unchanged.add(entry)
+    if type(default) is type(config):
+        unchanged.add("type")
+    return changed | {name: item for name, item in described.items() if name not in unchanged}
 
 
 def _default_of(field: dataclasses.Field) -> Any:

@@ -60,6 +60,10 @@ class BPE(Tokenizer):
             self._line_end = self._ids("\n")
             self._chunk = 1 << 16 if self.may_cut("a\n", "b") else sys.maxsize
 
+    def __describe__(self) -> dict[str, str]:
+        """What names a run: the state. `_writer` has other secret names in each process."""
+        return {"type": type(self).__name__, "digest": self.digest}
+
     @functools.cached_property
     def digest(self) -> str:
         """sha256 (hex) of the state in the form of version 0.19 of the package.

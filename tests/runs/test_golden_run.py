@@ -18,8 +18,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxformer import cli, open_run
+from jaxformer import cli, config, open_run
+from jaxformer.config import files
 from jaxformer.runs.manifest import fingerprints
+from jaxformer.runs.run_folder import run_folder
 from tests.tiny import EXPERIMENT, furnish
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden_run"
@@ -55,6 +57,32 @@ def test_every_number_of_the_golden_checkpoint_is_what_it_was(folder):
     assert fingerprints(jax.tree.leaves(run.params)) == json.loads(
         (GOLDEN.parent / "golden_run.json").read_text()
     )
+
+
+# what version 0.1.0 called the runs of experiments that have not changed since then; a name here
+# changes only with the experiment's own file
+NAMES = {
+    "finetune_lora": "178bb2f5",
+    "gpt2_small": "5a7e19fc",
+    "llama_7b": "197cc7c0",
+    "masked_bytes": "02d1aeb5",
+    "quickstart": "8f4b12de",
+    "reverse": "f9dbb8b8",
+    "shakespeare_char": "79b61953",
+    "t5_span": "1809ebe5",
+    "translate": "04b1cdcd",
+    "vit_digits": "45987126",
+    "vit_imagenet": "eedfb880",
+}
+
+
+def test_runs_have_the_names_that_they_had(folder):
+    """A run that has another name now would start again beside the old one."""
+    name = json.loads((GOLDEN.parent / "golden_run.name.json").read_text())
+    assert run_folder(files.load("tiny"), "runs").path.name == name
+    repository = GOLDEN.parents[2] / "experiments"
+    found = {each: config.fingerprint(files.load(str(repository / f"{each}.py"))) for each in NAMES}
+    assert found == NAMES
 
 
 @pytest.mark.thorough

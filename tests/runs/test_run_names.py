@@ -1,9 +1,13 @@
 """Names of runs: each is that of one folder, which the command `runs` finds, or is refused before
 anything is written."""
 
+import functools
+import json
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 import unicodedata
 from pathlib import Path
@@ -14,6 +18,7 @@ from etils import epath
 from jaxformer import config
 from jaxformer.cli.sweeps import shorten
 from jaxformer.config.override import override
+from jaxformer.data.tokenizers import of_words
 from jaxformer.errors import ConfigError
 from jaxformer.runs.run_folder import RunFolder, run_folder, runs_of
 from jaxformer.tools.analysis.report import file_name
@@ -191,3 +196,39 @@ def test_what_a_killed_trainer_began_to_write_is_removed(tmp_path):
     folder.remove_unfinished()
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == set(others)
+
+
+def test_what_an_object_keeps_from_its_use_changes_no_name():
+    class Counts:
+        @functools.cached_property
+        def total(self):
+            return [3]
+
+    counts, words = Counts(), of_words(["<a>", "</s>", "b"], "</s>")
+    before = config.describe([counts, words])
+    assert counts.total and words.digest and words.control_tokens
+    assert config.describe([counts, words]) == before
+
+
+def test_tokenizers_of_one_state_have_one_description():
+    """Each has secret names of its own for pieces that are control tokens too."""
+    words = ["<a>", "</s>", "b"]
+    first, second, other = (of_words(names, "</s>") for names in (words, words, [*words, "c"]))
+    assert config.describe(first) == config.describe(second) != config.describe(other)
+
+
+NAMES = """
+import json, sys
+from jaxformer import config
+print(json.dumps({name: config.fingerprint(config.load(name)) for name in sys.argv[1:]}))
+"""
+
+
+@pytest.mark.thorough
+def test_another_process_gives_the_same_names():
+    """Else a killed run would begin again: no hash, address or random number is in a name."""
+    names = sorted(config.available())
+    environment = os.environ | {"PYTHONHASHSEED": "1"}
+    words = [sys.executable, "-c", NAMES, *names]
+    other = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(other.stdout) == {n: config.fingerprint(config.load(n)) for n in names}
