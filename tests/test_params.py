@@ -144,6 +144,62 @@ def test_stacked_layers_draw_their_own_values():
     nearly_equal(jax.tree.map(lambda x: x[:3], deeper), values)
 
 
+def counted(init, seen):
+    """`init`, which notes the shapes that it is asked for."""
+
+    def noted(key, shape, dtype):
+        seen.append(shape)
+        return init(key, shape, dtype)
+
+    return noted
+
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@pytest.mark.thorough
+@settings(max_examples=10, deadline=None)
+@given(
+    shape=SHAPES,
+    dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
+    make=st.sampled_from([normal, uniform, jax.nn.initializers.truncated_normal]),
+    impl=st.sampled_from(["threefry2x32", "rbg"]),
+    partitionable=st.booleans(),
+)
+def test_numbers_in_a_row_are_those_of_the_shape(shape, dtype, make, impl, partitionable):
+    init = make(0.02)
+    key = jax.random.key(3, impl=impl)
+    keys = jax.random.split(key, 3)
+
+    def directly(key):
+        return init(key, shape, dtype)
+
+    def in_a_row(key):
+        return params._values_in_a_row(init, key, shape, dtype)
+
+    with jax.threefry_partitionable(partitionable):
+        equal(in_a_row(key), directly(key))
+        equal(jax.jit(in_a_row)(key), jax.jit(directly)(key))
+        equal(jax.vmap(in_a_row)(keys), jax.vmap(directly)(keys))
+
+
+def test_an_initializer_that_reads_its_shape_sees_all_of_it():
+    seen = []
+
+    def of_ones_own(key, shape, dtype):
+        seen.append(shape)
+        return jnp.zeros(shape, dtype)
+
+    for init in (of_ones_own, partial(of_ones_own), counted(normal(0.02), seen)):
+        assert params._values_in_a_row(init, KEY, (2, 3, 4), jnp.float32).shape == (2, 3, 4)
+    assert seen == [(2, 3, 4)] * 3
+    orthogonal = jax.nn.initializers.orthogonal()
+    equal(
+        params._values_in_a_row(orthogonal, KEY, (4, 4), jnp.float32),
+        orthogonal(KEY, (4, 4), jnp.float32),
+    )
+
+
 def test_a_stack_names_its_axis_and_keeps_the_rest():
     kernel = params.stack(TREE, 3)["layers"]["query"]["kernel"]
     assert kernel.shape == (3, 4, 2, 2) and kernel.axes == ("layers", "axis0", "axis1", "axis2")
