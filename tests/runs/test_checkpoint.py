@@ -875,34 +875,6 @@ def test_nothing_else_imports_orbax():
     assert names == {"runs/checkpoint.py", "runs/checkpoint_reader.py", "runs/orbax_internals.py"}
 
 
-@pytest.mark.slow
-def test_a_save_blocks_for_milliseconds(tmp_path, capsys):
-    """Prints what a save and a restore of a million parameters with AdamW cost.
-
-    Bounds: a busy 2-core machine.
-    """
-    state = jax.block_until_ready(make(1, width=700))
-    count = sum(leaf.size for leaf in jax.tree.leaves(state))
-    rows = []
-    with Manager(tmp_path, keep_latest=9) as manager:
-        for step in range(4):
-            start = time.perf_counter()
-            manager.save(step, state)
-            blocked = time.perf_counter() - start
-            manager.wait()
-            rows.append((blocked, time.perf_counter() - start))
-        for _ in range(2):
-            start = time.perf_counter()
-            manager.restore(abstract(state))
-            restored = time.perf_counter() - start
-    with capsys.disabled():
-        ms = [f"{1e3 * blocked:.0f}/{1e3 * total:.0f}" for blocked, total in rows]
-        print(
-            f"\n{count:,} numbers: blocked/total ms {' '.join(ms)}; restore {1e3 * restored:.0f} ms"
-        )
-    assert rows[0][0] < 3 and rows[-1][0] < 0.5
-
-
 def test_no_process_waits_for_a_folder_that_the_first_one_makes(tmp_path):
     """Process 0 may have failed, and its folder is gone: orbax would wait for ten minutes."""
     from orbax.checkpoint._src.metadata.array_metadata_store import Store
