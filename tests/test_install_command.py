@@ -11,8 +11,7 @@ import jaxformer
 from jaxformer import errors
 
 PACKAGE = Path(jaxformer.__file__).parent
-# its files are edited elsewhere, and say it in words of their own
-BESIDES = (PACKAGE / "errors.py", PACKAGE / "ops", PACKAGE / "builtin")
+BESIDES = (PACKAGE / "errors.py", PACKAGE / "builtin")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,10 @@ def test_no_message_has_a_command_of_its_own():
     for path in PACKAGE.rglob("*.py"):
         if any(path.is_relative_to(place) for place in BESIDES):
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if "pip install" not in text:
+            continue
+        tree = ast.parse(text)
         docstrings = {
             id(node.body[0].value)
             for node in ast.walk(tree)

@@ -69,19 +69,26 @@ def in_words(scores: Mapping[str, Any], baseline: float | None) -> str:
 
     unit = scores["unit"]
     is_of_tokens = "perplexity" in scores
-    if is_of_tokens:
-        per = " nats a token"
-    else:
-        article = "an" if unit[0] in "aeiou" else "a"
-        per = "" if unit == "examples" else f" {article} {unit.removesuffix('s')}"
     counted = "" if unit == "examples" else f", {scores[unit]:,.0f} {unit}"
-    words = [f"validation loss {scores['loss']:.4f}{per} ({scores['scored']}{counted})"]
+    loss = f"{scores['loss']:.4f} {unit_of_loss(scores)}".strip()
+    words = [f"validation loss {loss} ({scores['scored']}{counted})"]
     if is_of_tokens:
         words.append(f"perplexity {scores['perplexity']:.3f}")
     others = [name for name in scores if name not in ("loss", unit, *UNRECORDED)]
     words += [f"{name} {shown(scores[name])}" for name in others]
     entropy = f" (unigram entropy {baseline:.4f})" if is_of_tokens and baseline is not None else ""
     return ", ".join(words) + entropy
+
+
+def unit_of_loss(scores: Mapping[str, Any]) -> str:
+    """The unit of the loss among scores: "nats a token", "an image"; "" where nothing names one."""
+    unit = scores.get("unit", "examples")
+    if "perplexity" in scores:
+        return "nats a token"
+    if unit == "examples":
+        return ""
+    article = "an" if unit[0] in "aeiou" else "a"
+    return f"{article} {unit.removesuffix('s')}"
 
 
 def _format(value: float) -> str:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from jaxformer.errors import install_command
 from jaxformer.masks import Mask, rules
 from jaxformer.ops.attention.blocks import padded
 from jaxformer.ops.attention.call import Call, device_count, refuse, share
@@ -95,7 +96,7 @@ def not_installed() -> str | None:
         return None
     if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn"):
         return None
-    return "cuDNN on this machine to compile for a GPU with: pip install 'jax[cuda13]'"
+    return f"cuDNN on this machine to compile for a GPU with: {install_command('cuda')}"
 
 
 def _refuses_here(query: Array, key: Array, value: Array, call: Call) -> str | None:

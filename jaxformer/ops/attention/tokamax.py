@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from jaxformer.errors import install_command
 from jaxformer.masks import Mask
 from jaxformer.ops.attention.call import Call, device_count, refuse, share
 from jaxformer.ops.attention.kernel import Kernel
@@ -181,7 +182,7 @@ def refuses_here(query: Array, key: Array) -> str | None:
     if device_count(share(B, T, key.shape[2]).length) > 1:
         return "queries split over mesh.context"
     if not is_installed():
-        return "package tokamax (pip install 'jaxformer[kernels]', Python 3.12)"
+        return f"package tokamax (Python 3.12 or later): {install_command('kernels')}"
     return None
 
 

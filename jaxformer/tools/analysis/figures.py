@@ -17,6 +17,7 @@ from etils import epath
 from jaxformer import config
 from jaxformer.errors import check_whole
 from jaxformer.masks import Mask
+from jaxformer.runs.reporter import unit_of_loss
 from jaxformer.tools.analysis.costs import Part
 from jaxformer.tools.analysis.labels import plain, short
 from jaxformer.tools.analysis.scaling import HOFFMANN, Law, Numbers
@@ -66,19 +67,25 @@ def loss_report(result: Any, records: Sequence[dict]) -> str:
 
     def draw():
         return losses(
-            {f"{result.name}: {result.parameters:,} parameters": records}, result.baseline
+            {f"{result.name}: {result.parameters:,} parameters": records},
+            result.baseline,
+            unit_of_loss(result.validation),
         )
 
     folder = epath.Path(result.folder)
     return f"loss curve: {save(draw, folder / 'figures' / 'loss.png', folder)}"
 
 
-def losses(runs: Mapping[str, Sequence[dict]], baseline: float | None = None) -> Any:
+def losses(
+    runs: Mapping[str, Sequence[dict]], baseline: float | None = None, unit: str = ""
+) -> Any:
     """Training and validation loss against step, of one run or several.
 
-    `baseline` is a loss in nats a token, drawn as a horizontal line.
+    `baseline` is a loss in nats a token, drawn as a horizontal line. `unit` is that of the loss,
+    such as "nats a token" or "an image".
     """
-    axes = _axes(xlabel="step", ylabel="loss" if baseline is None else "loss (nats per token)")
+    unit = "nats a token" if baseline is not None else unit
+    axes = _axes(xlabel="step", ylabel=f"loss ({unit})" if unit else "loss")
     # the legend gets its labels explicitly: matplotlib leaves out a label that begins with _
     alone = len(runs) == 1
     legend = []
@@ -349,7 +356,7 @@ def scaling_law(law: Law, losses: Numbers, parameters: Numbers, tokens: Numbers)
     The title compares the growth of the best size with that of Hoffmann et al. 2022.
     """
     axes = _axes(
-        xlabel="compute 6 N D (FLOPs)", ylabel="loss (nats per token)", xscale="log", yscale="log"
+        xlabel="compute 6 N D (FLOPs)", ylabel="loss (nats a token)", xscale="log", yscale="log"
     )
     N, D, L = map(np.asarray, (parameters, tokens, losses))
     sizes = np.unique(N)

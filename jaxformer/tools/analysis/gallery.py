@@ -52,8 +52,10 @@ NOTES = {
 }
 
 
-def record_pictures(runs: Mapping[str, Sequence[dict]], baseline: float | None) -> Pictures:
-    """Pictures of the records of runs; each picture shows all runs."""
+def record_pictures(
+    runs: Mapping[str, Sequence[dict]], baseline: float | None, unit: str = ""
+) -> Pictures:
+    """Pictures of the records of runs; each picture shows all runs. `unit` is that of the loss."""
     names = set()
     for records in runs.values():
         for record in records:
@@ -61,7 +63,7 @@ def record_pictures(runs: Mapping[str, Sequence[dict]], baseline: float | None) 
             names |= {name.removeprefix("validation_") for name in numbers}
     pictures: Pictures = {}
     if "loss" in names:
-        pictures["Loss"] = partial(figures.losses, runs, baseline)
+        pictures["Loss"] = partial(figures.losses, runs, baseline, unit)
     if names - figures.NOT_CURVES:
         pictures["Other numbers"] = partial(figures.curves, runs)
     return pictures

@@ -15,6 +15,7 @@ from jaxformer.errors import ConfigError
 from jaxformer.runs import loop
 from jaxformer.runs.comparison import incomparable, incomparable_curves
 from jaxformer.runs.metrics import read_records, steps_done
+from jaxformer.runs.reporter import unit_of_loss
 from jaxformer.runs.run_folder import ENVIRONMENT, RunFolder
 from jaxformer.tools.analysis import figures, gallery, page
 from jaxformer.tools.analysis.gallery import Pictures
@@ -65,7 +66,9 @@ def report(folders: Sequence[RunFolder], drawn: Sequence[Pictures], files: epath
     if len(folders) > 1:
         parts += [page.heading("What differs"), page.table(names, differences(folders))]
     baseline = results[0].get("baseline") if len(folders) == 1 else None
-    for title, draw in gallery.record_pictures(runs, baseline).items():
+    units = {unit_of_loss(result.get("validation", {})) for result in results}
+    unit = units.pop() if len(units) == 1 else ""
+    for title, draw in gallery.record_pictures(runs, baseline, unit).items():
         parts.append(section(title, {"": draw}, files, files.parent))
     parts += sample_section(dict(zip(names, folders, strict=True)))
     for title in gallery.NOTES:

@@ -14,6 +14,7 @@ from etils import epath
 from jaxformer import masks, models, training
 from jaxformer.data.tokenizers import Characters
 from jaxformer.models import EncoderDecoder, ModelConfig, Patches
+from jaxformer.runs.reporter import unit_of_loss
 from jaxformer.runs.run import Run
 from jaxformer.runs.run_folder import RunFolder
 from jaxformer.tools.analysis import figures, gallery
@@ -50,6 +51,23 @@ def test_what_the_records_lack_is_not_offered(records):
             assert legend.texts and (
                 len(runs) == 1 or [text.get_text() for text in legend.texts] == list(runs)
             )
+
+
+@pytest.mark.parametrize(
+    ("scores", "unit"),
+    [
+        ({"unit": "tokens", "perplexity": 2.0}, "nats a token"),
+        ({"unit": "images"}, "an image"),
+        ({"unit": "pairs"}, "a pair"),
+        ({"unit": "examples"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_axis_of_the_loss_has_the_unit_of_the_scores(scores, unit):
+    assert unit_of_loss(scores) == unit
+    pictures = gallery.record_pictures({"a": [{"step": 1, "loss": 1.0}]}, None, unit)
+    label = pictures["Loss"]().axes[0].get_ylabel()
+    assert label == (f"loss ({unit})" if unit else "loss")
 
 
 @pytest.mark.thorough
