@@ -9,7 +9,7 @@ class a classifier reads off the drawn image, `read_original` off the image itse
 is a support vector machine that learned from training digits. `codes.png` shows unseen digits.
 Expected: error 0.0036, error_k_means 0.0064, read 99.4 %, read_original 99.4 % (seed 0); 43 of the
 codes are in use, by the exponential of their entropy. 204,492 parameters.
-Time: 5 minutes on two CPU cores beside other work.
+Time: 4 minutes of one CPU core.
 Needs pip install 'jaxformer[vision]'.
 Command: make train EXP=quantise_digits
 """

@@ -56,14 +56,14 @@ def embed(
     argument of `models.apply`.
     """
     embedder = embedder_of(config)
-    x = _apply(embedder, params, tokens, inputs, context)
+    x = run(embedder, params, tokens, inputs, context)
     dtype = context.dtype or x.dtype
     x = add_positions(config, params, x, context.positions)
     x = embedder.end(params, x, context)
     return with_logical_constraint(x.astype(dtype), "batch", "length", None)
 
 
-def _apply(embedder: Embedder, params: Tree, tokens, inputs: Tree, context: Context) -> Array:
+def run(embedder: Embedder, params: Tree, tokens, inputs: Tree, context: Context) -> Array:
     """The result of `Embedder.apply`.
 
     Embeddings in older files have three parameters. They are called without the context.

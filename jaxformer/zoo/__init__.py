@@ -63,6 +63,7 @@ OFFERED = {
     "temperature": "temperature",
     "inverse_depth_scale": "temperature",
     "MelFrames": "whisper",
+    "SpecAugment": "spec_augment",
     "ResNet": "resnet",
     "FeatureMap": "detr",
     "grid_sines": "detr",

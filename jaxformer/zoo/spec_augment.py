@@ -1,0 +1,96 @@
+"""SpecAugment, random bands of a spectrogram hidden in training: Park et al. 2019.
+
+arXiv:1904.08779, section 2. Whisper's second large model was trained with it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+from jaxtyping import Bool, Float
+
+from jaxformer.errors import ConfigError, check_numbers
+from jaxformer.models.config import ModelConfig
+from jaxformer.models.embedding import run as run_embedder
+from jaxformer.models.layer import Context, Embedder
+from jaxformer.params import Tree
+
+
+def in_a_band(key: Array, length: int, widest: int) -> Bool[Array, " length"]:
+    """True for places first <= i < first + width of a random band.
+
+    width is uniform in 0 ... widest, and first in 0 ... length - width.
+    """
+    of_width, of_first = random.split(key)
+    width = random.randint(of_width, (), 0, widest + 1)
+    first = random.randint(of_first, (), 0, length - width + 1)
+    places = jnp.arange(length)
+    return (first <= places) & (places < first + width)
+
+
+def without_bands(
+    key: Array, x: Float[Array, "T C"], bins: int, frames: int, bands: int = 1, gaps: int = 1
+) -> Float[Array, "T C"]:
+    """The spectrogram with its mean in `bands` bands of mel bins, and in `gaps` bands of frames.
+
+    A band has at most `bins` bins or `frames` frames. Bands may overlap.
+    """
+    T, C = x.shape
+    of_bins, of_frames = random.split(key)
+    hidden = jnp.zeros((T, C), bool)
+    for each in random.split(of_bins, bands):
+        hidden |= in_a_band(each, C, bins)[None, :]
+    for each in random.split(of_frames, gaps):
+        hidden |= in_a_band(each, T, frames)[:, None]
+    return jnp.where(hidden, jnp.mean(x), x)
+
+
+@dataclass(frozen=True)
+class SpecAugment:
+    """An embedding of spectrograms that hides bands of its input in training.
+
+    Each spectrogram of a batch has bands of its own. Evaluation and decoding hide nothing. Raises
+    ConfigError for bands that are wider than the spectrogram.
+    """
+
+    embedding: Callable  # what reads the spectrogram, such as MelFrames(80)
+    bins: int = 27  # of the widest band of mel bins; the paper's policy LD
+    frames: int = 100  # of the widest band of frames
+    bands: int = 2  # of mel bins
+    gaps: int = 2  # bands of frames
+
+    def __post_init__(self):
+        check_numbers("SpecAugment.", self, bins=0, frames=0, bands=0, gaps=0)
+
+    def __call__(self, config: ModelConfig) -> Embedder:
+        embedder = self.embedding(config)
+
+        def apply(
+            params: Tree, x: Float[Array, "B T C"], inputs: Tree, context: Context
+        ) -> Float[Array, "B S D"]:
+            if context.dropout_key is not None:
+                x = self.hide(context.dropout_key, x)
+            return run_embedder(embedder, params, x, inputs, context)
+
+        return embedder._replace(apply=apply)
+
+    def hide(self, key: Array, x: Float[Array, "B T C"]) -> Float[Array, "B T C"]:
+        """The spectrograms without the bands of this step."""
+        if x.ndim != 3 or self.frames > x.shape[1] or self.bins > x.shape[2]:
+            raise ConfigError(
+                f"apply: source {list(x.shape)}: expected [B, frames, mel bins] with at least "
+                f"{self.frames} frames and {self.bins} bins, the widest bands of SpecAugment"
+            )
+
+        def of_one(key, x):
+            return without_bands(key, x, self.bins, self.frames, self.bands, self.gaps)
+
+        return jax.vmap(of_one)(random.split(key, len(x)), x)
+
+    def evaluation(self) -> Any:
+        """The embedding alone, which has the same parameters."""
+        inner = self.embedding
+        return inner.evaluation() if hasattr(inner, "evaluation") else inner
