@@ -15,6 +15,8 @@ WHAT ?= train
 VENV := .venv$(if $(OLDEST),-oldest)$(addprefix -jax-,$(subst .*,,$(JAX)))
 PIN := $(if $(JAX),'jax==$(JAX)') $(if $(OLDEST),-c $(VENV)/bounds.txt)
 BIN := $(VENV)/bin
+# pip compiles no module: each is compiled when it is first imported, and most never are. That was 0.7 of pip's time
+export PIP_COMPILE := 0
 # what is given on the command line is no text of make's: a $ in it stays one
 GIVEN := EXP ARGS GRID TASKS SIZES STEPS RUNS TOPOLOGY TPU ZONE PROJECT BUCKET RETRIES NODES GPUS CPUS TIME PARTITION ACCOUNT SLICES IMAGE CLAIM
 $(foreach name,$(GIVEN),$(if $(value $(name)),$(eval override $(name) := $$(value $(name)))))
@@ -186,7 +188,10 @@ $(VENV)/ready-dev: $(VENV)/ready
 
 $(VENV)/ready-hosts: $(VENV)/ready
 	@$(BIN)/pip install -q -e '.[hosts]' $(PIN)
+	@$(BIN)/python -m compileall -q $(VENV)/lib > /dev/null || true  # hosts may not write there
 	@touch $@
+
+.venv-cuda/ready: export PIP_COMPILE := 1
 
 # what Slurm's GPU nodes run, in the versions of .venv: made where there is a network
 .venv-cuda/ready: pyproject.toml | $(VENV)/ready

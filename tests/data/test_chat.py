@@ -91,6 +91,7 @@ def test_a_template_that_changes_earlier_turns_needs_marks():
         ChatTemplate(source).render(TALK)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=30, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=4))

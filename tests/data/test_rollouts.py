@@ -220,6 +220,7 @@ def test_what_does_not_fit_is_refused(make, said):
         make()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("reward", "said"),
     [

@@ -210,6 +210,7 @@ def test_sizes_of_windows_that_are_none_are_refused(bad):
             Generated((), **{name: bad})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_tokens_on_disk_have_the_scores_of_those_in_memory(tmp_path, tokenizer):
     """A corpus keeps its tokens in files: with byte pairs its bytes could not be counted."""

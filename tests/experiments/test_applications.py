@@ -54,6 +54,9 @@ APPLICATIONS = {
     "paint_digits": ("--data.images.copies=1", "right", "samples.png"),
 }
 
+# float32 sums in another order: through the ResNet their difference grows tenfold in two steps
+TOLERANCE = {"detect_digits": 1e-4}
+
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", APPLICATIONS)
@@ -67,7 +70,8 @@ def test_it_survives_a_kill_and_runs_on_eight_devices(name, tmp_path):
     if name == "paint_digits":
         options.append(f"--data.quantiser={small_quantiser(tmp_path)}")
     whole = assert_resumes_to_the_same_bits(files, tmp_path, *options)
-    assert_same_on_eight_devices(files, tmp_path, *options, whole=whole)
+    rtol = TOLERANCE.get(name, 1e-5)
+    assert_same_on_eight_devices(files, tmp_path, *options, whole=whole, rtol=rtol)
     run = run_of(whole, name)
     assert score in json.loads((run / "result.json").read_text())["validation"]
     assert (run / picture).stat().st_size > 5000

@@ -23,6 +23,7 @@ def test_words_are_read_back():
     assert speech_numbers.words(0) == "zero" and speech_numbers.words(340) == "three hundred forty"
 
 
+@pytest.mark.thorough
 def test_training_hears_no_voice_and_no_number_of_validation():
     data = speech_numbers.SpokenNumbers()
     train, validation = data.utterances(0, 2000), data.utterances(1, 320)

@@ -187,6 +187,7 @@ def test_other_settings_are_refused_by_name(change, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_a_backbone_of_ones_own_is_not_written():
     config = zoo.detr.detr_r50
     backbone = resnet.ResNet(first_stride=3)

@@ -133,6 +133,7 @@ def test_the_end_token_of_clip_is_that_of_its_head(tmp_path):
             families.FAMILIES["clip_text_model"].read(written | {"eos_token_id": end}, ())
 
 
+@pytest.mark.thorough
 def test_names_of_published_masked_autoencoders(tmp_path):
     """transformers 5 writes `decoder_encoder.layer` where the published files have
     `decoder_layers`."""

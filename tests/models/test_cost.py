@@ -60,6 +60,7 @@ def test_tied_tables_count_once_and_tables_that_nothing_reads_not_at_all():
     assert tied - cost.training_flops(replace(config, heads=()), 0) == 6 * 8 * 1000
 
 
+@pytest.mark.thorough
 def test_of_experts_those_count_that_a_token_goes_to():
     """Jiang et al. 2024, arXiv:2401.04088: 47B parameters, of which a token uses 13B (12.9B with
     the embedding's table)."""
@@ -108,7 +109,7 @@ IMAGES = replace(
 )
 
 
-@pytest.mark.thorough_after(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config",
     [
@@ -143,7 +144,7 @@ def test_the_closed_form_is_what_the_program_multiplies(config):
     )
 
 
-@pytest.mark.thorough_after(5)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["gpt2_small", "mixtral_8x7b", "bert_base", "vit_base", "t5_small", "reformer_enwik8"]
 )

@@ -68,6 +68,7 @@ def embedded(config, inputs, positions=None, **options):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "how", [Patches((6, 8), (2, 4)), Patches((6, 6), (3, 3), 1), Patches((4, 10), (4, 5), 2, False)]
 )
@@ -97,6 +98,7 @@ def test_patches_are_a_convolution_with_its_stride(how, use_bias):
     np.testing.assert_allclose(x, expected, **ROUNDING)
 
 
+@pytest.mark.thorough
 def test_images_take_positions_and_are_of_one_size():
     """The class token's position is the first."""
     config = replace(
@@ -116,6 +118,7 @@ def test_images_take_positions_and_are_of_one_size():
             models.apply(config, random(config), jnp.zeros((1, *shape)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_tokens_types_scale_and_norm(dtype):
     config = replace(
@@ -155,6 +158,7 @@ def test_axial_positions_are_a_line_beside_a_column():
     np.testing.assert_allclose(x, own["tokens"][tokens()] + rows, **ROUNDING)
 
 
+@pytest.mark.thorough
 def test_sinusoidal_positions_have_no_parameters():
     own, x = embedded(replace(TEXT, positions=Sinusoidal()), tokens())
     assert set(own) == {"tokens"}
@@ -327,6 +331,7 @@ def test_the_table_of_relative_positions_trains_through_all_layers():
     assert gradient.shape == (8, 4) and (np.abs(gradient) > 1e-6).all(axis=1)[: T - 1].all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("token", [-1, -19, 19, 400])
 def test_tokens_beyond_the_vocabulary_give_nan_on_both_ends(token):
     """A negative one would be counted from the table's end, in silence."""

@@ -117,7 +117,7 @@ def test_random_tokens_are_of_the_whole_vocabulary_where_the_mask_is_a_small_id(
         )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("length", "rate", "mean"),
     [(100, 0.15, 3.0), (37, 0.5, 2.0), (8, 0.15, 3.0), (2, 0.15, 3.0), (60, 0.3, 1.0)],

@@ -91,6 +91,7 @@ def context_of(teacher, objective=None, model=STUDENT):
     return StepContext(KEY, references={"teacher": teacher}, params=own)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", DIVERGENCES)
 @pytest.mark.parametrize("temperature, share", [(1.0, 1.0), (2.5, 0.3)])
 def test_the_loss_and_its_gradient(name, temperature, share):

@@ -245,6 +245,7 @@ def test_what_does_not_fit_is_refused():
     assert PolicyGradient(sample_shape=(B, G, T)).whole_batch and not PolicyGradient().whole_batch
 
 
+@pytest.mark.thorough
 def test_a_surrogate_of_ones_own():
     """GSPO: the ratio of a whole answer (Zheng et al. 2025, arXiv:2507.18071)."""
 

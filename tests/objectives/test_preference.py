@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_their_gradients(name):
     """As the papers write them, in float64; gradients by central differences."""

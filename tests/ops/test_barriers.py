@@ -44,7 +44,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.thorough_after(6)
+@pytest.mark.thorough
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_barrier_and_no_fixed_layout(name, platform):

@@ -36,6 +36,7 @@ def rounded(x, dtype):
     return (x / scale).astype(dtype).astype(np.float64) * np.float64(scale)
 
 
+@pytest.mark.thorough
 @settings(max_examples=6, deadline=None)
 @given(
     spec=st.sampled_from(SPECS),
@@ -85,6 +86,7 @@ def test_what_is_not_finite_is_seen_in_the_result(bad):
     assert not np.isfinite(np.asarray(y)).all()
 
 
+@pytest.mark.thorough
 def test_a_product_may_be_computed_again_or_under_a_scan():
     w = Float8Weight(jax.random.normal(jax.random.key(0), (3, 16, 16)))
     x = jax.random.normal(jax.random.key(1), (2, 5, 16), jnp.bfloat16)

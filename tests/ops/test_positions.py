@@ -72,6 +72,7 @@ def test_an_odd_width_has_one_sine_more(layout):
     np.testing.assert_allclose(sinusoidal(jnp.array([[7]]), 5, layout)[0, 0], want, atol=4e-7)
 
 
+@pytest.mark.thorough
 def test_the_three_published_tables():
     """Row 1 of width 4: the paper interleaves; Marian puts sines first; tensor2tensor also ends at
     1/10000 exactly."""

@@ -21,7 +21,7 @@ RINGS = {
 }
 
 
-@pytest.mark.thorough_after(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", RINGS)
 def test_each_device_keeps_its_share_of_the_sum(name, axis):
@@ -64,7 +64,7 @@ def test_only_tpus_in_number_sum_in_rings(monkeypatch):
     assert ring_of(40) is None
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", ["btd,df->btf", "btf,fd->btd", "btnh,nhd->btd"])
 @pytest.mark.parametrize("name", ["eight", "folded"])
 def test_the_gradient_of_a_weight_is_that_of_one_device(monkeypatch, spec, name):

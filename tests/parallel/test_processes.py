@@ -305,7 +305,7 @@ def test_processes_leave_together():
 
 SILENT = """
 import ctypes, sys, time
-from jaxformer.parallel import meeting
+from jaxformer.parallel import meeting, peers
 peers.BEAT, peers.SILENCE = 0.3, 4.0
 index = int(sys.argv[1])
 meeting.meet(sys.argv[2], 3, index, 60.0)

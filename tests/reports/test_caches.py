@@ -262,6 +262,7 @@ def test_small_numbers_keep_their_digits_in_8_bits():
     assert np.isfinite(np.asarray(scale)).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "flashinfer-ai/flashinfer#155",
     "EricLBuehler/mistral.rs#1570",

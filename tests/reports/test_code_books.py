@@ -22,6 +22,7 @@ def test_the_book_moves_behind_the_loss():
     assert (sums.updates["heads"]["codes"]["sums"] != tree["heads"]["codes"]["sums"]).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "espnet/espnet#6284", right="A code that starts again keeps its new vector in the next step."
 )

@@ -127,6 +127,7 @@ def test_padding_counts_in_no_term(given, fill):
     np.testing.assert_array_equal(changed_gradient, gradient)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "neuralmagic/sparseml#592",
     "facebookresearch/deit#116",
@@ -178,6 +179,7 @@ def test_the_teacher_is_frozen_and_without_dropout():
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#1181",
     "huggingface/transformers#12299",

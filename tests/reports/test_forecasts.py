@@ -58,6 +58,7 @@ def test_the_side_of_the_padding():
     np.testing.assert_array_equal(found[0], expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "yuqinie98/PatchTST#60",
     right="forecasts come in the units of the series, without a further step",

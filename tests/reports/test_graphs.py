@@ -115,6 +115,7 @@ def test_a_smiles_that_is_no_molecule_is_left_out():
     assert molecules.readable("O=N([O-])c1ccccc1") is None
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "DaoyuanLi2816/Molecule-Generator#22",
     right="the molecules of a batch do not meet",

@@ -97,6 +97,7 @@ def test_smoothing_over_possible_classes():
     assert cross_entropy(banned, LABELS.at[0].set(3), label_smoothing=0.1).loss == np.inf
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "mosaicml/examples#457", "allenai/bi-att-flow#71",
     right="class 0 and the last class are classes as the others",
@@ -110,6 +111,7 @@ def test_first_and_last_class_count():
     assert np.isnan(cross_entropy(LOGITS, jnp.full(5, V)).loss)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "OpenNMT/OpenNMT#570",
     "OpenNMT/OpenNMT-py#1463",

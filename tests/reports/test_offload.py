@@ -32,6 +32,7 @@ def gradient(model, params, tokens, **options):
     return jax.jit(jax.grad(loss))(params)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "jax-ml/jax#23869",
     "openxla/xla#17541",
@@ -83,6 +84,7 @@ def test_both_stacks_of_a_pair():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "openxla/xla#46231",
     right="refused by name where the compiler may give wrong gradients without an error",

@@ -141,6 +141,7 @@ def test_a_given_attention_factor_of_yarn_replaces_the_formula():
     np.testing.assert_allclose(scaled, 1.2079 * x, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "ml-explore/mlx#343",
     "ml-explore/mlx#3071",

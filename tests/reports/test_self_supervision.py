@@ -75,6 +75,7 @@ def test_parts_of_a_batch_move_the_centre_as_the_whole_does():
     np.testing.assert_allclose(halves, centre(slice(None)), atol=1e-6)  # float32
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "facebookresearch/dinov2#583",
     right="Scores that are large beside the temperature give finite answers.",

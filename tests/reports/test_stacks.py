@@ -125,6 +125,7 @@ def test_layers_are_dropped_in_training_alone():
     assert float(jnp.abs(dropped - plain).max()) > 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "apple/axlearn#1171",
     right="a layer behind a scan is computed again in the backward pass, as those within it",

@@ -40,6 +40,7 @@ def test_a_batch_as_large_as_a_video_has_moments(frames):
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-5)  # other sums of float32
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/transformers#38027",
     "lucidrains/vit-pytorch#266",
@@ -50,6 +51,7 @@ def test_a_video_with_fewer_frames():
     vivits.test_a_vivit_equals_its_definition(0, 4)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "rishikksh20/ViViT-pytorch#11",
     right="a tubelet spans several frames, and each of its frames has weights of its own",

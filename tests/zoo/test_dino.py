@@ -107,6 +107,7 @@ def test_balanced_answers_are_those_of_sinkhorn_and_knopp():
     assert np.isfinite(balanced(jnp.asarray(known), jnp.zeros(K), jnp.zeros(B), 0.3)).all()
 
 
+@pytest.mark.thorough
 def test_balanced_answers_use_all_directions_alike():
     rng = np.random.default_rng(2)
     known = rng.standard_normal((2, 64, K)) / 10

@@ -98,7 +98,7 @@ def random_parameters(model, seed=0):
     )
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_dit_equals_its_definition(seed):
     rng = np.random.default_rng(seed)

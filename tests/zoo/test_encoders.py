@@ -267,6 +267,7 @@ def test_a_convolution_drops_its_output_and_has_a_gradient():
     assert np.abs(gradient["layers"]["0"]["convolution"]["kernel"]).max() > 1e-3
 
 
+@pytest.mark.thorough
 def test_what_a_convolution_refuses():
     for options in (dict(width=2), dict(width=0), dict(groups=0), dict(activation="glue")):
         with pytest.raises(ConfigError, match=rf"PostNormConvolution\.{next(iter(options))}"):

@@ -151,6 +151,7 @@ def classes(tree, features, edges):
     return normed(tree["final_norm"], x)[0] @ head["kernel"] + head["bias"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("directed", [False, True])
 def test_a_graphormer_equals_its_definition(seed, directed):
@@ -202,7 +203,7 @@ def test_degrees_count_the_edges_that_enter_and_leave():
     assert into[0].tolist() == [0, 2, 1] and out[0].tolist() == [2, 0, 1]
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("length", "filler"), [(7, 0), (7, 99), (9, 1)])
 def test_padding_stays_hidden(length, filler):
     """Whatever stands there, also numbers that are no features."""
@@ -253,6 +254,7 @@ def test_each_bias_reaches_the_answer():
         assert np.abs(changed - plain)[0].max() > 1e-3, name
 
 
+@pytest.mark.thorough
 def test_weights_sum_to_one_and_skip_padding():
     params = random_parameters(MODEL)
     nodes, inputs = batch_of(random_graphs(), 9)
@@ -306,6 +308,7 @@ def test_integers_of_8_bits_are_read():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_is_refused():
     params = random_parameters(MODEL)
     nodes, inputs = batch_of(random_graphs())

@@ -86,7 +86,7 @@ def plain(model, tree, text):
     return normed(tree["final_norm"], plain_layer(layers[3], x, is_causal))
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [MODEL, FULL], ids=["causal", "full"])
 @pytest.mark.parametrize("T", [7, 12])
 def test_it_equals_its_definition(model, T):
@@ -96,7 +96,7 @@ def test_it_equals_its_definition(model, T):
         np.testing.assert_allclose(row, plain(model, tree, text), atol=2e-4)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_no_token_sees_a_later_one(k):
     model = replace(MODEL, stack=Hourglass(shorten=k))

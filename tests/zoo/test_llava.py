@@ -108,6 +108,7 @@ def logits_of(tree, image, text):
     return stack(tree, x, np.tri(len(x), dtype=bool)) @ table.T
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_model_equals_its_definition(seed):
     params = random_parameters(MODEL, seed)
@@ -136,6 +137,7 @@ def test_generation_with_a_cache_equals_reading_anew():
         assert new == expected[first : first + 6]
 
 
+@pytest.mark.thorough
 def test_the_decoder_reads_the_patches_as_its_own_vectors():
     """The same hidden states as those of a decoder that is given the embeddings."""
     params = random_parameters(MODEL)

@@ -409,7 +409,7 @@ def test_bigbird_layouts():
     assert zero.shape == (L, 2, 6, 3) and not zero.any()
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["performer", "reformer"])
 def test_what_is_drawn_does_not_depend_on_the_length_of_a_batch(name):
     constants = layout.kinds(SYSTEMS[name])[0].mixer.constants
@@ -443,7 +443,7 @@ def test_settings_that_a_system_lacks(name, changes, said):
         models.spec(replace(SYSTEMS[name], **changes))
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["longformer", "bigbird", "linformer", "linear", "efficient", "performer"]
 )

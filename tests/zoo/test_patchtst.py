@@ -154,6 +154,7 @@ def test_bfloat16_keeps_a_small_change_of_a_large_value():
     assert np.abs(rounded - exact).max() < 0.1 * spread < 1
 
 
+@pytest.mark.thorough
 def test_quantiles_do_not_cross():
     forecast = apply(MODEL, random_parameters(MODEL, 3), series(50)).logits
     assert (np.diff(forecast, axis=-1) >= 0).all()

@@ -117,6 +117,7 @@ def test_a_packed_row_is_computed_as_its_segments_alone():
         np.testing.assert_allclose(packed[:, part], alone, **CLOSE)
 
 
+@pytest.mark.thorough
 def test_what_it_refuses():
     with pytest.raises(ConfigError, match=r"model\.positions"):
         models.spec(replace(TINY, positions=Rope()))

@@ -111,6 +111,7 @@ def plain(tree, image):
     return drawn, codes, z, e
 
 
+@pytest.mark.thorough
 def test_the_model_equals_a_plain_definition():
     tree, images = parameters_of(), images_of()
     found = apply(MODEL, tree, jnp.asarray(images)).heads["codes"]
@@ -312,6 +313,7 @@ def test_codes_in_use():
     assert codes_in_use(codes, jnp.zeros((2, 2)), K) == 1
 
 
+@pytest.mark.thorough
 def test_a_code_that_does_not_exist_is_drawn_as_nan():
     images = draw_codes(MODEL, parameters_of(), jnp.asarray([[0, 1, 2, K]]))
     assert jnp.isnan(images).any()

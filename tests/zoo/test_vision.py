@@ -100,6 +100,7 @@ def _twice(params):
     return params | {"layers": layers}
 
 
+@pytest.mark.thorough
 def test_classes_of_both_tokens_and_of_the_patches():
     head = DistilledClassification(3)
     params, output = run(replace(IMAGES, heads=(head, ClassAndPatches(3))), PIXELS)
@@ -177,6 +178,7 @@ def test_the_objective_of_a_masked_autoencoder():
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_features_of_a_text_are_those_of_its_first_end():
     tokens = TOKENS.copy()
     tokens[0, [2, 4]] = 3

@@ -93,6 +93,7 @@ def videos(count, frames=6, seed=0):
     return jnp.asarray(rng.standard_normal((count, frames, 4, 9, 2)), jnp.float32)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("frames", [6, 4, 2])
 def test_a_vivit_equals_its_definition(seed, frames):

@@ -13,6 +13,7 @@ from tests import golden
 from tests.families import golden_runs as runs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("frames", [1, 2, 7, 8])
 def test_a_convolution_is_that_of_jax(frames, stride):

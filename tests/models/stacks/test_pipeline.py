@@ -270,6 +270,7 @@ def test_the_bubble_is_the_share_of_idle_ticks():
         assert bubble(S, M, R) == pytest.approx(1 - busy / (ticks * S))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "config, pipe, said",
     [
@@ -304,7 +305,7 @@ def test_what_does_not_come_out_even_is_refused_in_words(config, pipe, said):
         jax.eval_shape(partial(models.apply, staged(config, pipe)), weights, TOKENS)
 
 
-@pytest.mark.thorough_after(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "axes", [dict(stage=4), dict(mine=2, stage=2), dict(stage=2, data=2, mine=2)], ids=str
 )

@@ -61,6 +61,7 @@ def test_inputs_in_the_memory_of_the_host_change_no_gradient(mesh):
     )
 
 
+@pytest.mark.thorough
 def test_a_policy_of_ones_own_sees_the_input_of_a_layer():
     """Kept by its name, it is what `full` keeps."""
     policy = jax.checkpoint_policies.save_only_these_names("layer_input")
