@@ -113,7 +113,6 @@ def stack(spec: Tree, layers: int, *others: Tree) -> Tree:
 
 def init_layers(inits: list[Callable], key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
     """Initial values of stacked layers `[L, ...]`: layer i draws by `inits[i mod n]`."""
-
     values_of = _values_of(key)
 
     def draw(init, layer):
@@ -133,10 +132,11 @@ def init_layers(inits: list[Callable], key: jax.Array, shape: tuple[int, ...], d
 
 def init(spec: Tree, key: jax.Array, dtype=jnp.float32) -> Tree:
     """Initial values. A leaf's key depends on its path alone: a new parameter changes no other."""
+    values_of = _values_of(key)
 
     def draw(name, leaf):
         path_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return _values_of(key)(leaf.init, path_key, leaf.shape, leaf.dtype or dtype)
+        return values_of(leaf.init, path_key, leaf.shape, leaf.dtype or dtype)
 
     return map_with_name(draw, spec)
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import json
+import pickle
 import re
 import sys
 import types
@@ -171,7 +172,17 @@ def _object(value: Any, place: _Place) -> Any:
     if attributes:
         return _instance(value, attributes, place)
     text = repr(value)
+    if "..." in text and (state := _pickled(value)) is not None:  # the repr is cut short
+        return _instance(value, {"pickle": hashlib.sha256(state).hexdigest()}, place)
     return _instance(value, {} if " at 0x" in text else {"text": text}, place)
+
+
+def _pickled(value: Any) -> bytes | None:
+    """The object as bytes, such as a tokenizer of another package; None if it gives none."""
+    try:
+        return pickle.dumps(value, protocol=4)
+    except Exception:
+        return None
 
 
 def _is_computed(kind: type, name: str) -> bool:

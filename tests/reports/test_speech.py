@@ -1,5 +1,7 @@
 """Log-mel frames, word error rates and espeak-ng: what users of other projects reported."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,7 +10,46 @@ from jaxformer.data.espeak import Utterance, speak
 from jaxformer.data.speech import RATE, fitted, log_mel
 from jaxformer.errors import ConfigError
 from jaxformer.evaluation.speech import word_error_rate
+from jaxformer.zoo.spec_augment import SpecAugment, in_a_band
+from jaxformer.zoo.whisper import MelFrames
 from tests.data.test_speech import wave
+
+KEYS = jax.random.split(jax.random.key(0), 200)
+
+
+@pytest.mark.report(
+    "speechbrain/speechbrain#1116",
+    "lhotse-speech/lhotse#648",
+    "NVIDIA-NeMo/Speech#2398",
+    right="no hidden band lies in padding, and padding is no part of the mean",
+    hit="bands of frames were drawn over the padding too, and bands of bins changed it",
+)
+def test_bands_stay_out_of_padding():
+    positions = jnp.array([2, 4, 6])  # of 6; each stands for two frames
+    x = jnp.where(jnp.arange(12)[None, :, None] < 2 * positions[:, None, None], 3.0, 99.0)
+    x = x + jnp.arange(4.0)[None, None, :]
+    augment = SpecAugment(MelFrames(4), bins=2, frames=6)
+    hide = jax.jit(
+        jax.vmap(lambda key: augment.hide(key, x, jnp.arange(6)[None] < positions[:, None]))
+    )
+    found = np.asarray(hide(KEYS))
+    changed = found != np.asarray(x)
+    for b, count in enumerate((2 * positions).tolist()):
+        assert changed[:, b, :count].any(axis=(0, 2)).all() and not changed[:, b, count:].any()
+        assert found[:, b, :count].max() == 6.0  # the mean of the sound alone is 4.5
+
+
+@pytest.mark.report(
+    "NVIDIA-NeMo/Speech#3298",
+    "NVIDIA/OpenSeq2Seq#451",
+    right="a band begins anywhere, also the widest; one wider than the sound is cut",
+)
+def test_bands_begin_anywhere():
+    bands = np.asarray(jax.vmap(lambda key: in_a_band(key, 8, 4, 8))(KEYS))
+    widest = bands[bands.sum(axis=1) == 4]
+    assert set(widest.argmax(axis=1)) == set(range(5))
+    short = np.asarray(jax.vmap(lambda key: in_a_band(key, 8, 4, 3))(KEYS))
+    assert short.sum(axis=1).max() == 3 and not short[:, 3:].any()
 
 
 @pytest.mark.report(

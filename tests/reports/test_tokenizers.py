@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from jaxformer import config
 from jaxformer.data import tokenizers
 from jaxformer.data.tokenizers import BPE, Bytes
 from jaxformer.errors import ConfigError
@@ -395,3 +396,20 @@ def test_negative_ids_are_decoded_as_unknown_ones(bpe, make):
         [max(tokenizer.vocab_size, 256) if i < 0 else i for i in ids]
     )
     assert "cab" in tokenizer.decode(ids)
+
+
+@pytest.mark.report(
+    "huggingface/transformers#6460",
+    "huggingface/datasets#3847",
+    "axolotl-ai-cloud/axolotl#33",
+    right="a tokenizer of the package `tokenizers` names a run by all of its words",
+    hit="its repr ends after a hundred words: a run went on with the tokenizer of another one",
+)
+def test_a_tokenizer_of_another_package_is_described_whole():
+    def of(count, last):
+        words = {f"w{i}": i for i in range(count - 1)} | {last: count - 1}
+        return package.Tokenizer(package.models.WordLevel(words, unk_token="w0"))
+
+    for count in (3, 300):
+        assert config.describe(of(count, "a")) == config.describe(of(count, "a"))
+        assert config.describe(of(count, "a")) != config.describe(of(count, "b"))

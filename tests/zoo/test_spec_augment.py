@@ -90,6 +90,7 @@ def test_bands_wider_than_the_spectrogram_are_refused():
         params = models.init(replace(config, embedding=MelFrames(4)), KEYS[0])
         with pytest.raises(ConfigError, match=r"source \[1, 10, 4\]: .* widest bands"):
             models.apply(config, params, jnp.zeros((1, 10, 4)), dropout_key=KEYS[1])
+    assert SpecAugment(MelFrames(4)).source is None
     with pytest.raises(ConfigError, match=r"SpecAugment\.bins=-1"):
         SpecAugment(MelFrames(4), bins=-1)
 
