@@ -15,8 +15,9 @@ WHAT ?= train
 VENV := .venv$(if $(OLDEST),-oldest)$(addprefix -jax-,$(subst .*,,$(JAX)))
 PIN := $(if $(JAX),'jax==$(JAX)') $(if $(OLDEST),-c $(VENV)/bounds.txt)
 BIN := $(VENV)/bin
-# pip compiles no module: each is compiled when it is first imported, and most never are. That was 0.7 of pip's time
-export PIP_COMPILE := 0
+# pip compiles no module: each is compiled when it is first imported, and most never are. That was 0.7 of pip's time.
+# Where Python may not write what it compiles, each start would compile again: then pip does it.
+export PIP_COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),1,0)
 # what is given on the command line is no text of make's: a $ in it stays one
 GIVEN := EXP ARGS GRID TASKS SIZES STEPS RUNS TOPOLOGY TPU ZONE PROJECT BUCKET RETRIES NODES GPUS CPUS TIME PARTITION ACCOUNT SLICES IMAGE CLAIM
 $(foreach name,$(GIVEN),$(if $(value $(name)),$(eval override $(name) := $$(value $(name)))))
