@@ -11,6 +11,7 @@ from jaxformer import models
 from jaxformer.tools.analysis.attention_maps import mutual_information
 
 
+@pytest.mark.thorough
 def test_heads_that_look_at_one_key_each_tell_the_most():
     T = 12
     weights = jnp.stack([jnp.eye(T), jnp.full((T, T), 1 / T), jnp.eye(T)[jnp.zeros(T, int)]])

@@ -100,6 +100,7 @@ def test_a_sequence_has_one_mapping_and_the_perfect_learner_counts_keys():
     assert expected[0] == 1 / 16 and np.isclose(expected[1], 1 / 4 + 3 / 4 / 15)
 
 
+@pytest.mark.thorough
 def test_the_values_of_a_regression_are_those_of_one_linear_function():
     batch = jax.device_get(in_context_regression.draw(jax.random.key(3), 2000))
     x, y, values, sequence = (batch[name] for name in ("x", "y", "values", "sequence"))
@@ -110,6 +111,7 @@ def test_the_values_of_a_regression_are_those_of_one_linear_function():
     assert (sequence[:, 1::2, 4] == y[:, :-1]).all() and (sequence[:, 1::2, :4] == x[:, :-1]).all()
 
 
+@pytest.mark.thorough
 def test_the_two_regressions_are_those_of_a_solver():
     batch = jax.device_get(in_context_regression.draw(jax.random.key(4), 50))
     least, ridge = (in_context_regression.regress(batch, weight) for weight in (0.0, 0.25))
@@ -124,6 +126,7 @@ def test_the_two_regressions_are_those_of_a_solver():
             np.testing.assert_allclose(ridge[k, i], w @ x[k], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_functions_of_training_are_new_at_every_step_and_none_of_validation():
     dataset = in_context_regression.experiment.data.open(in_context_regression.experiment.model)
     batches = [dataset.train(None, random_key(i), 0, batch_size=16) for i in (0, 1, 0)]

@@ -116,7 +116,7 @@ def two_steps(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """A folder in which this user trained a run."""
     from jaxformer import cli

@@ -159,6 +159,7 @@ def test_classifiers_by_their_formulas():
     assert {array.dtype for array in narrow.heads.values()} == {jnp.dtype("float32")}
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_language_models_by_their_formula(name):
     """softcap tanh(logits / softcap), of norm(activation(hidden W + b)) scale times the rows of a

@@ -15,6 +15,7 @@ from jaxformer.zoo.qk_clip import QKClip, qk_clip
 from tests.zoo import test_qk_clip as clipping
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "NVIDIA/Megatron-LM#7382",
     right="a head whose scores are never positive keeps its weights",

@@ -30,6 +30,7 @@ def test_a_code_that_starts_again():
     books.test_a_code_without_use_starts_again_at_a_state()
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "lucidrains/vector-quantize-pytorch#205", right="A batch without any state restarts no code."
 )

@@ -61,6 +61,7 @@ def test_a_mask_of_ones_changes_nothing(detector):
         np.testing.assert_allclose(found.heads[name], value, atol=1e-5)
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.report(
     "facebookresearch/detr#70",
     "facebookresearch/detr#286",
@@ -184,6 +185,7 @@ def test_another_number_of_classes(classes, tmp_path):
     assert answer((config, fresh), pictures(1, 37, 40, 3)).logits.shape == (1, 5, classes + 1)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "pytorch/vision#1728",
     "facebookresearch/detr#327",

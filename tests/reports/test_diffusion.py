@@ -16,6 +16,7 @@ from jaxformer.zoo.flow_matching import FlowMatching, guided, sample, unknown_la
 from tests.zoo import test_dit as dits
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.report(
     "facebookresearch/DiT#91",
     "huggingface/diffusers#5672",

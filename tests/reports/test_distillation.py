@@ -105,6 +105,7 @@ def test_a_padded_vocabulary_of_the_teacher(given):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "peremartra/optipfair#34",
     "huggingface/trl#5594",

@@ -163,6 +163,7 @@ def test_a_base_of_which_a_part_trains_is_refused():
         build(replace(made, references={"before": Base()}))
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "rosinality/stylegan2-pytorch#172",
     "lucidrains/ema-pytorch#29",

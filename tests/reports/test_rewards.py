@@ -44,6 +44,7 @@ def test_micro_batches_add_up(average):
     np.testing.assert_allclose(sum(p.weight for p in parts), whole.weight)
 
 
+@pytest.mark.thorough
 @pytest.mark.report(
     "huggingface/trl#6439",
     right="tokens that do not count are neither in the loss nor in its denominator",

@@ -216,6 +216,7 @@ def test_padding_stays_hidden(length, filler):
         np.testing.assert_allclose(found[i], expected, rtol=1e-5, atol=1e-5)  # other sums
 
 
+@pytest.mark.thorough
 def test_the_order_of_nodes_changes_no_answer():
     params = random_parameters(MODEL)
     nodes, inputs = batch_of(random_graphs(sizes=(6, 6)))
@@ -299,6 +300,7 @@ def test_gradients_are_finite_and_reach_every_parameter():
     assert_every_gradient(loss, params, 0.15)
 
 
+@pytest.mark.thorough
 def test_integers_of_8_bits_are_read():
     params = random_parameters(MODEL)
     nodes, inputs = batch_of(random_graphs())

@@ -150,6 +150,7 @@ def test_only_layers_of_all_tokens_may_have_a_window():
         models.apply(inside, random_parameters(inside), texts(9))
 
 
+@pytest.mark.thorough
 def test_a_new_map_is_a_mean_and_a_copy():
     tree = models.init(MODEL, jax.random.key(0))["stack"]
     assert (tree["shorten"]["kernel"].sum(axis=0) == jnp.eye(8)).all()

@@ -188,6 +188,7 @@ def test_the_loss_is_that_of_its_definition(seed):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("level", [0.1, 0.5, 0.9])
 def test_the_best_constant_is_the_quantile(level):
     values = jnp.sort(jax.random.normal(jax.random.key(0), (200,)))

@@ -65,6 +65,7 @@ def model(embedding):
     )
 
 
+@pytest.mark.thorough
 def test_only_a_training_step_hides_and_each_spectrogram_by_itself():
     config = model(SpecAugment(MelFrames(4), bins=2, frames=3))
     plain = model(MelFrames(4))
@@ -95,6 +96,7 @@ def test_bands_wider_than_the_spectrogram_are_refused():
         SpecAugment(MelFrames(4), bins=-1)
 
 
+@pytest.mark.thorough
 def test_an_older_embedding_of_three_parameters_is_called_without_the_context():
     def older(config):
         def apply(params, x, inputs):

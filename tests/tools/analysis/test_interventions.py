@@ -66,6 +66,7 @@ def test_the_heads_of_one_layer_are_refused():
         interventions.head_ablation(CONFIG, params, TOKENS, LOSS, name="layers/0/attention/heads")
 
 
+@pytest.mark.thorough_after(1)
 @pytest.mark.parametrize("function", [interventions.gradients, interventions.head_ablation])
 def test_edits_of_a_caller_are_not_replaced_in_silence(function):
     params = models.init(CONFIG, jax.random.key(0))
