@@ -1,8 +1,9 @@
 """The gallery: what each application reached, with its picture, from the runs that were made.
 
-Each run of an application is a line, so several seeds stand below each other. The pictures are
-those of the newest run. Writes docs/gallery.md and docs/pictures/.
-Expected: a section for each application that has a run; it names those that have none.
+Each run of an application is a line, so several seeds stand below each other. A line that the page
+has already stays until a run of its seed, or one with other scores, takes its place. The pictures
+are those of the newest run. Writes docs/gallery.md and docs/pictures/.
+Expected: a section for each application that ever had a run; it names those that have none now.
 Time: seconds; `make gallery` trains all of them first.
 Command: make gallery, or python -m experiments._gallery [RUNS] after it
 """
@@ -104,12 +105,21 @@ def line(folder: RunFolder, scores: tuple[str, ...]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def section(name: str, folders: list[RunFolder]) -> str:
-    """The section of an application: its picture, a table, its command."""
-    scores = APPLICATIONS[name].scores
-    head = ["seed", *(score.replace("_", " ") for score in scores), "parameters", "minutes"]
-    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    table += [line(folder, scores) for folder in folders]
+def by_seed(lines: list[str]) -> dict[int, str]:
+    """{seed: its line}; a later line takes the place of an earlier one."""
+    return {int(one.split("|")[1]): one for one in lines}
+
+
+def section(name: str, lines: list[str], earlier: str) -> str:
+    """The section of an application: its picture, a table, its command.
+
+    `earlier` is the section as it was. Its lines stay where its table has the same columns.
+    """
+    columns = ["seed", *(score.replace("_", " ") for score in APPLICATIONS[name].scores)]
+    columns += ["parameters", "minutes"]
+    head = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    _, found, below = earlier.partition("\n".join(head) + "\n")
+    rows = by_seed([*(below.split("\n\n")[0].splitlines() if found else []), *lines])
     return "\n".join(
         [
             f"## {name}",
@@ -120,31 +130,42 @@ def section(name: str, folders: list[RunFolder]) -> str:
             "",
             f"![{APPLICATIONS[name].shows}](pictures/{name}.png)",
             "",
-            *table,
+            *head,
+            *(rows[seed] for seed in sorted(rows)),
             "",
         ]
     )
 
 
+def sections_of(page: Path) -> dict[str, str]:
+    """{application: its section of the page}; nothing where there is no page."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    return {one.split("\n", 1)[0]: one for one in text.split("\n## ")[1:]}
+
+
 def write(runs: str) -> list[str]:
     """Writes the page and its pictures. Returns the names of applications without a run."""
+    page = BOOK / "gallery.md"
     (BOOK / "pictures").mkdir(exist_ok=True)
+    earlier = sections_of(page)
     sections, missing = [], []
     for name, application in APPLICATIONS.items():
         folders = [each for each in runs_of(name, runs) if each.result.exists()]
-        if not folders:
+        if folders:
+            picture = Path(folders[-1].path) / application.picture
+            shutil.copyfile(picture, BOOK / "pictures" / f"{name}.png")
+        else:
             missing.append(name)
-            continue
-        picture = Path(folders[-1].path) / application.picture
-        shutil.copyfile(picture, BOOK / "pictures" / f"{name}.png")
-        sections.append(section(name, folders))
+        if folders or name in earlier:
+            lines = [line(folder, application.scores) for folder in folders]
+            sections.append(section(name, lines, earlier.get(name, "")))
     head = (
         "# Gallery\n\nApplications of the Transformer, each one file in `experiments/`, trained on "
         "two CPU cores. `make gallery` trains all of them, and makes this page from their runs: a "
         "line is a run. Every score is that of data which training never drew. The minutes are "
         "those of a machine that did other work, too.\n\n"
     )
-    (BOOK / "gallery.md").write_text(head + "\n".join(sections), encoding="utf-8")
+    page.write_text(head + "\n".join(sections), encoding="utf-8")
     return missing
 
 

@@ -41,6 +41,35 @@ def test_each_run_is_a_line_and_the_newest_gives_the_picture(tmp_path, monkeypat
     assert (tmp_path / "docs" / "pictures" / "mae_digits.png").read_text() == "picture of seed 1"
 
 
+def test_a_line_stays_until_a_run_of_its_seed_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(_gallery, "BOOK", tmp_path / "docs")
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "gallery.md"
+    made_run(tmp_path / "first", "mae_digits", 0, 0.25)
+    made_run(tmp_path / "first", "mae_digits", 2, 0.75)
+    made_run(tmp_path / "first", "video_motion", 0, 0.5)
+    _gallery.write(str(tmp_path / "first"))
+    before = page.read_text()
+    _gallery.write(str(tmp_path / "no runs"))
+    assert page.read_text() == before
+    made_run(tmp_path / "second", "mae_digits", 2, 0.875)
+    made_run(tmp_path / "second", "mae_digits", 1, 0.375)
+    _gallery.write(str(tmp_path / "second"))
+    section = _gallery.sections_of(page)["mae_digits"]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert [line.split(" | ")[:2] for line in lines] == [
+        ["| 0", "0.25"],
+        ["| 1", "0.375"],
+        ["| 2", "0.875"],
+    ]
+    # with another score the table has other columns, and its lines are those of the runs
+    other = _gallery.APPLICATIONS["mae_digits"]._replace(scores=("linear_probe",))
+    monkeypatch.setitem(_gallery.APPLICATIONS, "mae_digits", other)
+    _gallery.write(str(tmp_path / "second"))
+    assert "| 0 |" not in _gallery.sections_of(page)["mae_digits"]
+    assert "| 0 | 0.5 |" in _gallery.sections_of(page)["video_motion"]
+
+
 @pytest.mark.parametrize("name", _gallery.APPLICATIONS)
 def test_each_application_has_an_experiment_and_says_what_it_is(name):
     text = _gallery.description(name)
