@@ -651,3 +651,15 @@ def test_stored_weights_are_named_by_a_form(text, form):
 def test_stored_weights_of_no_form_are_refused(text):
     with pytest.raises(ConfigError):
         runs.form_of(text)
+
+
+@pytest.mark.parametrize(
+    "words", [["export", "e-1", ""], ["runs", "--runs="], ["report", "e-1", "--out="]]
+)
+def test_an_empty_name_is_not_the_current_folder(words, tmp_path, monkeypatch, capsys):
+    """`make export EXP=e-1` without TO hands on an empty text."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert "an empty name; expected a file or folder" in err
+    assert err.count("\n") == 1 and not list(tmp_path.iterdir())

@@ -41,8 +41,10 @@ def positive(text: str) -> int:
 def place(text: str) -> str:
     """The type of an option that names a file or folder; ~ is expanded.
 
-    The shell does not expand the ~ of `--runs=~/runs`.
+    The shell does not expand the ~ of `--runs=~/runs`. An empty text would be the current folder.
     """
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name; expected a file or folder")
     return os.path.expanduser(text)
 
 
@@ -122,7 +124,7 @@ def folder_of(name: str, runs: str):
 
     from jaxformer.runs import run_folder
 
-    paths = epath.Path(place(name)), epath.Path(runs) / name
+    paths = epath.Path(os.path.expanduser(name)), epath.Path(runs) / name
     for folder in map(run_folder.RunFolder, paths):
         if storage.is_file(folder.config):
             return folder

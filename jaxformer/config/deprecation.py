@@ -1,21 +1,29 @@
-"""The door for public names that moved: the old name works for one minor version, with a warning.
+"""The door for public names that moved and for arguments that went away.
 
-A module hands its own `__getattr__` to `moved_names`:
+Both work for one minor version, with a warning. A module hands its own `__getattr__` to
+`moved_names`:
 
     __getattr__ = deprecation.moved_names(
         __name__, {"old_name": Moved("jaxformer.ops.new_name", until="1.2")}
     )
 
+A function, or a dataclass with a field that went away, is decorated:
+
+    @deprecation.without(chunk=Gone("the sum has no chunks", until="1.2"))
+
 The door closes by itself. From version `until` on, the old name raises an error that still names
 the new one. Experiment files of older runs have a door of their own (`moved.py`).
 """
 
+import functools
 import pkgutil
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jaxformer
+
+Decorated = TypeVar("Decorated", bound=Callable)
 
 
 class Moved(NamedTuple):
@@ -46,6 +54,47 @@ def moved_names(module: str, moved: Mapping[str, Moved]) -> Callable[[str], Any]
         return pkgutil.resolve_name(new_name)
 
     return look_up
+
+
+class Gone(NamedTuple):
+    """Why an argument went away, and the first version that refuses it."""
+
+    reason: str  # a sentence without a full stop, such as "the sum has no chunks"
+    until: str  # the minor version after the one that ended it, such as 1.2
+
+
+def without(**arguments: Gone) -> Callable[[Decorated], Decorated]:
+    """A decorator of a function, or of a class, that no longer has these arguments.
+
+    A call by keyword that has one warns (DeprecationWarning) and ignores it; from version `until`
+    on it raises TypeError. The signature shows the arguments that are left.
+    """
+
+    def decorate(decorated: Decorated) -> Decorated:
+        is_class = isinstance(decorated, type)
+        function = decorated.__init__ if is_class else decorated
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            for name in arguments.keys() & named.keys():
+                reason, until = arguments[name]
+                what = f"{decorated.__qualname__}: the argument {name}"
+                if _release(jaxformer.__version__) >= _release(until):
+                    raise TypeError(f"{what} ended with version {until}: {reason}")
+                warnings.warn(
+                    f"{what} is ignored, and ends with version {until}: {reason}",
+                    DeprecationWarning,
+                    stacklevel=2,  # the line of the call
+                )
+                del named[name]
+            return function(*given, **named)
+
+        if not is_class:
+            return cast(Decorated, call)
+        decorated.__init__ = call
+        return decorated
+
+    return decorate
 
 
 def _release(version: str) -> tuple[int, int]:
