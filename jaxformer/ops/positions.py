@@ -16,6 +16,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxformer.errors import ConfigError, check_positive, check_whole
+from jaxformer.ops import tpu
+from jaxformer.sharding import platform
 
 Layout = Literal["interleaved", "half"]
 ANY_LENGTH = 2**30  # more tokens than any text has
@@ -316,13 +318,26 @@ def rope(
     angles = _rotation_angles(positions, frequencies, x.shape[-1], config)[:, :, None, :]
     cos = (jnp.cos(angles) * amplitude).astype(wide)
     sin = (jnp.sin(angles) * amplitude).astype(wide)
-    features, rest = jnp.split(x, [2 * frequencies.shape[-1]], axis=-1)
-    if config.layout == "half":
-        a, b = jnp.split(features.astype(wide), 2, axis=-1)
+    # frequencies on the host depend on nothing that has a gradient
+    is_fixed = isinstance(frequencies, np.ndarray)
+    rotate = tpu.rotated if is_fixed and platform() == "tpu" else rotated_pairs
+    return rotate(x, cos, sin, config.layout)
+
+
+def rotated_pairs(
+    x: Float[Array, "B T N H"],
+    cos: Float[Array, "#B T 1 R"],
+    sin: Float[Array, "#B T 1 R"],
+    layout: str,
+) -> Float[Array, "B T N H"]:
+    """(a cos - b sin, b cos + a sin) for each of R pairs (a, b); the other features stay."""
+    features, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    if layout == "half":
+        a, b = jnp.split(features.astype(cos.dtype), 2, axis=-1)
     else:
-        a, b = (features[..., i::2].astype(wide) for i in (0, 1))
+        a, b = (features[..., i::2].astype(cos.dtype) for i in (0, 1))
     pair = a * cos - b * sin, b * cos + a * sin
-    if config.layout == "half":
+    if layout == "half":
         rotated = jnp.concatenate(pair, axis=-1)
     else:
         rotated = jnp.stack(pair, axis=-1).reshape(features.shape)
