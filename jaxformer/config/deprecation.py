@@ -70,31 +70,32 @@ def without(**arguments: Gone) -> Callable[[Decorated], Decorated]:
     on it raises TypeError. The signature shows the arguments that are left.
     """
 
-    def decorate(decorated: Decorated) -> Decorated:
-        is_class = isinstance(decorated, type)
-        function = decorated.__init__ if is_class else decorated
+    return functools.partial(_without, arguments)
 
-        @functools.wraps(function)
-        def call(*given: Any, **named: Any) -> Any:
-            for name in arguments.keys() & named.keys():
-                reason, until = arguments[name]
-                what = f"{decorated.__qualname__}: the argument {name}"
-                if _release(jaxformer.__version__) >= _release(until):
-                    raise TypeError(f"{what} ended with version {until}: {reason}")
-                warnings.warn(
-                    f"{what} is ignored, and ends with version {until}: {reason}",
-                    DeprecationWarning,
-                    stacklevel=2,  # the line of the call
-                )
-                del named[name]
-            return function(*given, **named)
 
-        if not is_class:
-            return cast(Decorated, call)
-        decorated.__init__ = call
-        return decorated
+def _without(arguments: Mapping[str, Gone], decorated: Decorated) -> Decorated:
+    is_class = isinstance(decorated, type)
+    function = decorated.__init__ if is_class else decorated
 
-    return decorate
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        for name in arguments.keys() & named.keys():
+            reason, until = arguments[name]
+            what = f"{decorated.__qualname__}: the argument {name}"
+            if _release(jaxformer.__version__) >= _release(until):
+                raise TypeError(f"{what} ended with version {until}: {reason}")
+            warnings.warn(
+                f"{what} is ignored, and ends with version {until}: {reason}",
+                DeprecationWarning,
+                stacklevel=2,  # the line of the call
+            )
+            del named[name]
+        return function(*given, **named)
+
+    if not is_class:
+        return cast(Decorated, call)
+    decorated.__init__ = call
+    return decorated
 
 
 def _release(version: str) -> tuple[int, int]:

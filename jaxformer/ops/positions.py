@@ -318,19 +318,13 @@ def rope(
     angles = _rotation_angles(positions, frequencies, x.shape[-1], config)[:, :, None, :]
     cos = (jnp.cos(angles) * amplitude).astype(wide)
     sin = (jnp.sin(angles) * amplitude).astype(wide)
-    # frequencies on the host depend on nothing that has a gradient
-    is_fixed = isinstance(frequencies, np.ndarray)
+    is_fixed = isinstance(frequencies, np.ndarray)  # then cos and sin have no gradient
     rotate = tpu.rotated if is_fixed and platform() == "tpu" else rotated_pairs
     return rotate(x, cos, sin, config.layout)
 
 
-def rotated_pairs(
-    x: Float[Array, "B T N H"],
-    cos: Float[Array, "#B T 1 R"],
-    sin: Float[Array, "#B T 1 R"],
-    layout: str,
-) -> Float[Array, "B T N H"]:
-    """(a cos - b sin, b cos + a sin) for each of R pairs (a, b); the other features stay."""
+def rotated_pairs(x: Float[Array, "B T N H"], cos: Array, sin: Array, layout: str) -> Array:
+    """(a cos - b sin, b cos + a sin) of each pair (a, b); cos and sin are `[#B, T, 1, pairs]`."""
     features, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     if layout == "half":
         a, b = jnp.split(features.astype(cos.dtype), 2, axis=-1)
