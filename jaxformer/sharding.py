@@ -1,7 +1,7 @@
 """Logical axes to mesh axes: one table for parameters, one for activations."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar
 
@@ -218,22 +218,31 @@ all_gather_weight.defvjp(
 )
 
 
-def reduce_scatter(x: Array, axis: str) -> Array:
-    """The sum of x over a manual mesh axis; each device keeps its part of x's first axis.
+def reduce_scatter(x: Array, axes: Sequence[str], dimension: int = 0) -> Array:
+    """The sum of x over manual mesh axes; each device keeps its part of one dimension of x.
 
     The sum runs along the rings of a torus.
     """
-    # Over 16 devices or more, libtpu 0.0.42 turns one psum_scatter into an all-reduce. It does not
-    # change two psum_scatters over groups: first over every 16th device (columns of a 16 x 16
-    # torus), then over 16 neighbours (rows).
-    size = jax.lax.axis_size(axis)
+    for axis in axes:
+        for groups in rings(jax.lax.axis_size(axis)):
+            x = psum_scatter(
+                x, axis, scatter_dimension=dimension, axis_index_groups=groups, tiled=True
+            )
+    return x
+
+
+def rings(size: int) -> tuple[list[list[int]] | None, ...]:
+    """The groups of devices of each psum_scatter over a mesh axis; None: all of them.
+
+    Over 16 devices or more, libtpu 0.0.42 turns one psum_scatter into an all-reduce. It does not
+    change two psum_scatters over groups: first over every 16th device (columns of a 16 x 16 torus),
+    then over 16 neighbours (rows).
+    """
     inner = 16 if size > 16 else 4
     if size < 16 or size % inner:
-        return psum_scatter(x, axis, tiled=True)
+        return (None,)
     devices = np.arange(size).reshape(-1, inner)
-    for groups in (devices.T.tolist(), devices.tolist()):
-        x = psum_scatter(x, axis, axis_index_groups=groups, tiled=True)
-    return x
+    return devices.T.tolist(), devices.tolist()
 
 
 def psum(x: Array, axes, **options) -> Array:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from jaxformer.ops.einsum import einsum, in_float32
 from jaxformer.ops.feedforward import activated
 from jaxformer.ops.grouped_product import LANES, count_choices, grouped
-from jaxformer.sharding import alike, psum, psum_scatter, wide_on_cpu
+from jaxformer.sharding import alike, psum, reduce_scatter, wide_on_cpu
 
 # (each token's weighted sum over its experts, the number of choices that experts served)
 Outputs = tuple[Float[Array, "N D"], Int[Array, ""]]
@@ -109,7 +109,7 @@ def gather_scatter(
     local_choices = choices._replace(experts=local_ids)
     out, served_count = local(local_choices, experts, E, expert_capacity, choice_limit)
     if tokens_split:
-        return psum_scatter(out, axes, tiled=True), served_count
+        return reduce_scatter(out, axes), served_count
     return psum(out, axes), served_count
 
 

@@ -314,7 +314,7 @@ def _total(d, axes: tuple[str, ...], vocab: tuple[str, ...], spec: P):
         if "fsdp" not in spec:
             return psum(d[0], axes)
         others = tuple(axis for axis in axes if axis != "fsdp")
-        gradient = reduce_scatter(d[0].T, "fsdp").T
+        gradient = reduce_scatter(d[0].T, ("fsdp",)).T
         return psum(gradient, others) if others else gradient
 
     specs = dict(in_specs=P(axes, *spec[:1]), out_specs=spec, axis_names=frozenset(axes + vocab))

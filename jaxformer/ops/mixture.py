@@ -36,7 +36,7 @@ from jaxformer.sharding import (
     auto_axis_names,
     is_explicit,
     psum,
-    psum_scatter,
+    reduce_scatter,
     varying,
     with_sharding,
 )
@@ -272,7 +272,7 @@ def _gather_forward(mesh_axes, axis, dtype, w):
 
 
 def _gather_backward(mesh_axes, axis, dtype, _, g):
-    return (psum_scatter(g, mesh_axes, scatter_dimension=axis, tiled=True),)
+    return (reduce_scatter(g, mesh_axes, axis),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

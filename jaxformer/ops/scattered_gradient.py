@@ -62,7 +62,7 @@ def scattered_gradient(spec: str, axes: dict[str, tuple[str, ...]], dtype, x, g)
     def on_each(x, g):
         ring = ring_of(jax.lax.axis_size("fsdp"))
         if ring is None:
-            gradient = reduce_scatter(product(x, g), "fsdp")
+            gradient = reduce_scatter(product(x, g), ("fsdp",))
         elif "d" in x_axes:
             of_piece = partial(product, g=g)
             gradient = windowed(ring, of_piece, x, x_axes.index("d"), "fsdp")

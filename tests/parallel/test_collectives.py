@@ -11,7 +11,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxformer import masks, models, params, sharding
 from jaxformer.models import ModelConfig, Sinusoidal, heads
@@ -183,3 +185,44 @@ def test_tpu_programs_scatter_what_they_sum():
                 found["all-reduce", ("data",)]
                 == found["reduce-scatter", ("fsdp",)] + 4 * table / mesh["fsdp"]
             )
+
+
+def scattered(values, groups):
+    """`psum_scatter` of what each device has, [devices, n], among each of the groups."""
+    found = np.empty((len(values), values.shape[1] // len(groups[0])))
+    for group in groups:
+        for place, part in zip(group, np.split(values[group].sum(axis=0), len(group)), strict=True):
+            found[place] = part
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 8, 16, 24, 32, 48, 64, 256])
+def test_sums_along_rings_leave_each_device_its_part(size):
+    values = np.random.default_rng(size).normal(size=(size, 2 * size))
+    found = values
+    for groups in sharding.rings(size):
+        found = scattered(found, groups or [list(range(size))])
+    np.testing.assert_allclose(found, values.sum(axis=0).reshape(size, 2), rtol=1e-12)
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+@pytest.mark.parametrize("axes", [("fsdp",), ("fsdp", "expert"), ("data", "fsdp")])
+def test_any_dimension_is_scattered_over_any_axes(axes, dimension, monkeypatch):
+    """With rings of 4 and 2 in place of 16 and 16."""
+    devices = np.arange(8).reshape(4, 2)
+    monkeypatch.setattr(
+        sharding,
+        "rings",
+        lambda size: (devices.T.tolist(), devices.tolist()) if size == 8 else (None,),
+    )
+    sizes = (8,) if len(axes) == 1 else (4, 2)
+    mesh = jax.make_mesh(sizes, axes, (jax.sharding.AxisType.Auto,) * len(axes))
+    values = np.random.default_rng(0).normal(size=(8, 16, 16, 16)).astype(np.float32)
+    run = jax.shard_map(
+        lambda a: sharding.reduce_scatter(a[0], axes, dimension),
+        mesh=mesh,
+        in_specs=P(axes),
+        out_specs=P(*[None] * dimension, axes),
+    )
+    placed = jax.device_put(values, jax.NamedSharding(mesh, P(axes)))
+    np.testing.assert_allclose(jax.jit(run)(placed), values.sum(axis=0), rtol=1e-4, atol=1e-5)
