@@ -19,8 +19,9 @@ from jaxformer.tools.planning import topology
 topology.prepare()
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh as JaxMesh, NamedSharding, PartitionSpec as P
+from jaxformer import masks, ops
 from jaxformer.models import presets
-from jaxformer.ops import projected_cross_entropy
+from jaxformer.ops import positions, projected_cross_entropy, tpu
 from jaxformer.ops.mixture import mixture
 from jaxformer.ops import windowed_gradient
 from jaxformer.parallel import Mesh, make_mesh
@@ -94,6 +95,25 @@ def remat(word):
     return made.temporary_bytes, made.host_bytes
 
 
+def rotation(rotate):
+    "Bytes that a layer's queries and keys move besides its products, with their gradients."
+    B, T, D, N, H = 4, 2048, 1024, 8, 128
+    angles = jnp.arange(T)[None, :, None, None] * 10000.0 ** (-jnp.arange(H // 2) / (H // 2))
+
+    def body(x, kernel):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, kernel[i]) for i in range(3))
+        q, k = (rotate(a, jnp.cos(angles), jnp.sin(angles), "half") for a in (q, k))
+        out = ops.attention(q, k, v, mask=masks.causal(), implementation="splash")
+        return x + out.reshape(x.shape), None
+
+    def loss(x, kernels):
+        return jax.lax.scan(jax.checkpoint(body), x, kernels)[0].astype(jnp.float32).sum()
+
+    arrays = array(jnp.bfloat16, B, T, D), array(jnp.bfloat16, 4, 3, D, N, H)
+    with jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh):
+        return hlo.traffic(compiled(loss, (0, 1), *arrays).as_text()).others
+
+
 def hops(name):
     "The most links that a message of a travelling sum passes, over the whole torus."
     devices = topology.devices(name)
@@ -119,6 +139,7 @@ print(
         {
             "remat": {word: remat(word) for word in ("full", "offload")},
             "hops": {name: hops(name) for name in (FLAT + ' ' + DEEP).split()},
+            "rotation": [rotation(form) for form in (positions.rotated_pairs, tpu.rotated)],
             "head": head(),
             "experts": experts(),
             "tensor": step("v5e:2x2", Mesh(data=1, tensor=4), 1024, 2816),
@@ -185,6 +206,15 @@ def test_gradients_summed_in_16_bits_move_half_as_much(programs):
     }
     assert moved["fsdp16"] < 0.51 * moved["fsdp"]
     assert programs["fsdp"]["collective-permute"] * 2**20 >= 4 * kernels * 15 / 16
+
+
+def test_a_rotation_that_keeps_heads_whole_moves_less(programs):
+    """XLA writes the halves of a head of 128 in the room of 128 each.
+
+    With libtpu 0.0.50 it is 0.78, of LLaMA-2 7B 0.55: there queries and keys are wider.
+    """
+    halves, whole = programs["rotation"]
+    assert whole < 0.85 * halves, programs["rotation"]
 
 
 def test_layer_inputs_are_kept_by_the_host(programs):
