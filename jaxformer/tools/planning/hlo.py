@@ -317,8 +317,9 @@ def _size(dtype: str, dims: str) -> float:
 def largest(report: str, count: int = 8) -> list[dict]:
     """The largest buffers in the compiler's memory report, as `{"count", "bytes", "shape"}`.
 
-    `shape` is that of the largest array in a buffer. Equal buffers are one entry. The TPU compiler
-    writes a report several times into its log; equal reports are read once.
+    `shape` is that of the largest array in a buffer; a buffer of the compiler alone has none and is
+    left out. Equal buffers are one entry. The TPU compiler writes a report several times into its
+    log; equal reports are read once.
     """
     messages = re.split(r"^(?=[IWEF]\d{4} )", report, flags=re.MULTILINE)
     tables = {
@@ -328,8 +329,9 @@ def largest(report: str, count: int = 8) -> list[dict]:
     counts = Counter[tuple[int, str]]()
     for table in tables:
         for size, unit, _, shapes in table:
-            shape = max(re.findall(r"\w+\[[\d,]*\]", shapes), key=_in_memory)
-            counts[int(float(size) * _UNITS[unit]), shape] += 1
+            if arrays := re.findall(r"\w+\[[\d,]*\]", shapes):
+                shape = max(arrays, key=_in_memory)
+                counts[int(float(size) * _UNITS[unit]), shape] += 1
     buffers = [
         {"count": number, "bytes": size, "shape": shape} for (size, shape), number in counts.items()
     ]

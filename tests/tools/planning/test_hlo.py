@@ -169,7 +169,7 @@ def test_the_largest_buffers_are_those_of_the_report():
   cumulative_size;       size;       offset; used_by_n_values; shapes_list
     2.00GiB(  8%);    2.00GiB;   6442450944;                3; f32[4,32,2048,2048], 2×pred[4,32,2048,2048]
     2.67GiB( 10%);  688.00MiB;            0;                7; bf16[2,8], 5×f32[32,11008,512]
-"""  # noqa: E501  (the compiler's own lines)
+    2.67GiB( 10%);    4.0KiB;   6442450944;                0; \n"""  # noqa: E501  (the compiler's own lines)
     first, second = hlo.largest(report)
     assert first == {"count": 1, "bytes": 2**31, "shape": "f32[4,32,2048,2048]"}
     assert second == {"count": 1, "bytes": 688 * 2**20, "shape": "f32[32,11008,512]"}
