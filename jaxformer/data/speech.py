@@ -101,8 +101,8 @@ def log_mel(
 
 
 def resampled(
-    wave: Float[np.ndarray, "samples"], rate: int, new: int = RATE
-) -> Float[np.ndarray, "new_samples"]:
+    wave: Float[np.ndarray, " samples"], rate: int, new: int = RATE
+) -> Float[np.ndarray, " new_samples"]:
     """The wave with `new` samples a second, by a polyphase filter that removes what would alias.
 
     It has samples * new / rate samples, rounded up. float32.
@@ -116,7 +116,7 @@ def resampled(
     return resample_poly(samples, new // divisor, rate // divisor).astype(np.float32)
 
 
-def fitted(wave: Float[np.ndarray, "samples"], length: int) -> Float[np.ndarray, "length"]:
+def fitted(wave: Float[np.ndarray, " samples"], length: int) -> Float[np.ndarray, " length"]:
     """The wave with zeros behind it until it has `length` samples; a longer wave is cut."""
     return np.pad(wave[:length], (0, max(0, length - len(wave))))
 

@@ -50,7 +50,7 @@ def word_error_rate(hypotheses: Sequence[str], references: Sequence[str]) -> dic
 
 def warped_distances(
     frames: Float[np.ndarray, "T C"], others: Float[np.ndarray, "n S C"]
-) -> Float[np.ndarray, "n"]:
+) -> Float[np.ndarray, " n"]:
     """The distance to each of the others by dynamic time warping: Sakoe & Chiba 1978.
 
     D(t, s) = |x_t - y_s| + min(D(t-1, s), D(t, s-1), D(t-1, s-1)); the result is D(T, S). Nearest
@@ -73,7 +73,7 @@ def warped_distances(
 
 def nearest_by_warping(
     sounds: Float[np.ndarray, "m T C"], others: Float[np.ndarray, "n T C"], among: int = 200
-) -> Int[np.ndarray, "m"]:
+) -> Int[np.ndarray, " m"]:
     """The index of the nearest of the others to each sound, by `warped_distances`.
 
     Only `among` others are warped: those at the least Euclidean distance, frame by frame.

@@ -36,8 +36,8 @@ def uniform(key: Array, count: int) -> Float[Array, " B"]:
 
 
 def between(
-    noise: Float[Array, "B *rest"], data: Float[Array, "B *rest"], time: Float[Array, " B"]
-) -> Float[Array, "B *rest"]:
+    noise: Float[Array, " B *rest"], data: Float[Array, " B *rest"], time: Float[Array, " B"]
+) -> Float[Array, " B *rest"]:
     """(1 - t) noise + t data."""
     t = time.reshape(-1, *(1,) * (data.ndim - 1))
     return (1 - t) * noise + t * data
@@ -147,7 +147,7 @@ def guided(
     return velocity
 
 
-def follow(velocity: Velocity, noise: Float[Array, "B *rest"], steps: int) -> Array:
+def follow(velocity: Velocity, noise: Float[Array, " B *rest"], steps: int) -> Array:
     """x at time 1 of dx / dt = v(x, t), from noise at time 0, by Heun's method of second order."""
 
     def step(x: Array, i: Array) -> tuple[Array, None]:

@@ -3,6 +3,7 @@ files, and refusals."""
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace

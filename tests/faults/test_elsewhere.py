@@ -84,21 +84,21 @@ import jax
 jax.config.update("jax_num_cpu_devices", {devices})
 from functools import partial
 from jaxformer import config, parallel
-from jaxformer.runs.manifest import fingerprints
 from jaxformer.training.recipe import build
 from jaxformer.training.step import first_state, state_shardings
+import numpy as np
 experiment = config.override(config.load("tiny"), [{options}])
 recipe = build(experiment)
 mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size)
 state = first_state(recipe, None if mesh is None else state_shardings(recipe, mesh))
-print(" ".join(fingerprints(jax.tree.leaves(state))))
+np.savez("{devices}.npz", *map(np.asarray, jax.tree.leaves(state)))
 """
 
 
 @pytest.mark.thorough
 def test_first_parameters_are_equal_on_1_and_on_8_devices(tmp_path):
     training = Training(tmp_path)
-    prints = []
+    states = []
     for devices, options in ((1, ""), (8, '"--batch-size=8", "--mesh.data=2", "--mesh.fsdp=4"')):
         code = INITIAL.format(devices=devices, options=options)
         environment = {
@@ -112,8 +112,16 @@ def test_first_parameters_are_equal_on_1_and_on_8_devices(tmp_path):
             command, cwd=training.folder, env=environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        prints.append(done.stdout.split())
-    assert prints[0] == prints[1] and len(prints[0]) > 10
+        states.append(np.load(training.folder / f"{devices}.npz"))
+    one, eight = states
+    assert len(one.files) > 10
+    for name in one.files:
+        if one[name].dtype == np.float32:
+            # XLA:CPU of jax 0.12 rounds a line of four numbers, a shard of these devices, in
+            # another way than whole vectors (2 units so far); with jax 0.10 the bits are equal
+            np.testing.assert_array_max_ulp(one[name], eight[name], maxulp=4)
+        else:
+            np.testing.assert_array_equal(one[name], eight[name])
 
 
 @pytest.mark.fault

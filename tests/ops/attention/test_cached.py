@@ -357,9 +357,9 @@ def test_products_with_stored_weights(spec, dtype):
 def test_every_product_of_decoding_is_one_of_these(monkeypatch):
     """The specs with which models call the door for products with weights that `prepare` stores."""
     seen, module = set(), sys.modules["jaxformer.ops.einsum"]
-    original = module._stored_product
+    original = module.stored_product
     monkeypatch.setattr(
-        module, "_stored_product", lambda spec, x, w: (seen.add(spec), original(spec, x, w))[1]
+        module, "stored_product", lambda spec, x, w: (seen.add(spec), original(spec, x, w))[1]
     )
     for name in ("llama_7b", "gpt2_small", "t5_small"):
         preset = zoo.PRESETS[name]
