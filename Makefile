@@ -38,7 +38,7 @@ chat-all: $(VENV)/ready  ## the four stages of chat in a row, and a table of wha
 	@for stage in base sft dpo grpo; do $(BIN)/python -m jaxformer train chat/$$stage $(ARGS) || exit; done
 	@$(BIN)/python -m experiments.chat._table
 
-gallery: $(VENV)/ready   ## train every application, some with several seeds, and write docs/gallery.md (some hours on 2 cores): SEEDS="0 1 2"
+gallery: $(VENV)/ready   ## train every application, some with several seeds, and write docs/gallery.md (1.6 hours of one core a seed): SEEDS="0 1 2"
 	@for name in $$($(BIN)/python -m experiments._gallery --names); do for seed in $(or $(SEEDS),0); do \
 	  $(BIN)/python -m jaxformer train $$name --seed=$$seed $(ARGS) || exit; done; done
 	@$(BIN)/python -m experiments._gallery
