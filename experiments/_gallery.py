@@ -1,8 +1,9 @@
 """The gallery: what each application reached, with its picture, from the runs that were made.
 
-Each run of an application is a line, so several seeds stand below each other. A line that the page
-has already stays until a run of its seed, or one with other scores, takes its place. The pictures
-are those of the newest run. Writes docs/gallery.md and docs/pictures/.
+Each run of an application is a line, so several seeds stand below each other. Lines that the page
+has already stay; a new run takes the place of the line of its seed. Where the scores have other
+names, earlier lines go. The pictures are those of the newest run. Writes docs/gallery.md and
+docs/pictures/.
 Expected: a section for each application that ever had a run; it names those that have none now.
 Time: seconds; `make gallery` trains all of them first.
 Command: make gallery, or python -m experiments._gallery [RUNS] after it

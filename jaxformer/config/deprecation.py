@@ -69,7 +69,6 @@ def without(**arguments: Gone) -> Callable[[Decorated], Decorated]:
     A call by keyword that has one warns (DeprecationWarning) and ignores it; from version `until`
     on it raises TypeError. The signature shows the arguments that are left.
     """
-
     return functools.partial(_without, arguments)
 
 

@@ -318,7 +318,8 @@ def rope(
     angles = _rotation_angles(positions, frequencies, x.shape[-1], config)[:, :, None, :]
     cos = (jnp.cos(angles) * amplitude).astype(wide)
     sin = (jnp.sin(angles) * amplitude).astype(wide)
-    is_fixed = isinstance(frequencies, np.ndarray)  # then cos and sin have no gradient
+    # what depends on the text may have a gradient, and float64 has a forward mode: pairs have both
+    is_fixed = isinstance(frequencies, np.ndarray) and x.dtype.itemsize <= 4
     rotate = tpu.rotated if is_fixed and platform() == "tpu" else rotated_pairs
     return rotate(x, cos, sin, config.layout)
 
@@ -420,10 +421,7 @@ def depends_on_length(scaling: Any) -> bool:
 
 
 def _length(positions):
-    """The length of the segment of each token, `[B, T, 1]`.
-
-    A new segment begins where positions fall.
-    """
+    """The length of each token's segment, `[B, T, 1]`. A segment begins where positions fall."""
     T = positions.shape[1]
     is_end = jnp.pad(positions[:, 1:] < positions[:, :-1], ((0, 0), (0, 1)), constant_values=True)
     end = lax.cummin(jnp.where(is_end, jnp.arange(T)[None], T), axis=1, reverse=True)

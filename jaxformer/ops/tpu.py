@@ -1,7 +1,7 @@
-"""Operations in forms that XLA:TPU computes with less traffic; their numbers are the same.
+"""Operations in forms that XLA:TPU computes with less traffic.
 
-Other platforms gain nothing from these forms. Only `ops` reads this file. Measurements stand in
-experiments/bench/LOG.md.
+Their numbers are those of the plain forms, up to one rounding. Other platforms gain nothing from
+them. Only `ops` reads this file. Measurements stand in experiments/bench/LOG.md.
 """
 
 from functools import partial
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float
+
+from jaxformer.ops.einsum import reverse_mode_alone
 
 
 def rotated(
@@ -25,6 +27,7 @@ def rotated(
     as arrays of 64, each of which takes the room of 128, and copies them together again. S puts
     the other feature of each pair, with its sign, in the place of a feature: a product, which keeps
     the head whole. The gradient is the rotation by the negative angle; cos and sin have none.
+    Raises NotImplementedError in forward mode.
     """
     rest = x.shape[-1] - 2 * cos.shape[-1]
 
@@ -36,15 +39,18 @@ def rotated(
             each = jnp.repeat(of_pairs, 2, axis=-1)
         return jnp.pad(each, [(0, 0)] * 3 + [(0, rest)], constant_values=of_rest)
 
-    return _rotated(layout, cos.shape[-1], x, of_features(cos, 1.0), of_features(sin, 0.0))
+    pairs = cos.shape[-1]
+    with reverse_mode_alone("rope on TPU"):
+        return _rotated(layout, pairs, x, of_features(cos, 1.0), of_features(sin, 0.0))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rotated(layout: str, pairs: int, x: Array, cos: Array, sin: Array) -> Array:
     """x cos + (x S) sin, in float32 or better."""
     other = signed_swap(layout, pairs, x.shape[-1])
-    # each sum has one term that is not 0; float32 takes six passes to keep all bits of it
-    precision = None if x.dtype.itemsize <= 2 else jax.lax.Precision.HIGHEST
+    # Each sum has one term that is not 0. A TPU multiplies in bfloat16; other numbers need several
+    # passes to keep all their bits.
+    precision = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     swapped = jnp.matmul(
         x, jnp.asarray(other, x.dtype), precision=precision, preferred_element_type=cos.dtype
     )

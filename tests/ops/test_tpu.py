@@ -55,6 +55,22 @@ def test_a_feature_takes_the_bits_of_the_other_one(layout):
     np.testing.assert_array_equal(found, positions.rotated_pairs(x, cos, sin, layout))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "passes"), [("bfloat16", False), ("float16", True), ("float32", True)]
+)
+def test_only_bfloat16_is_multiplied_in_one_pass(dtype, passes):
+    """A product of TPUs rounds its operands to bfloat16; float16 has three bits more."""
+    x, angle = jnp.zeros((1, 1, 1, 8), dtype), jnp.zeros((1, 1, 1, 4))
+    text = str(jax.make_jaxpr(lambda x: tpu.rotated(x, angle, angle, "half"))(x))
+    assert ("HIGHEST" in text) == passes
+
+
+def test_forward_mode_is_refused_in_words():
+    x, angle = jnp.zeros((1, 1, 1, 8)), jnp.zeros((1, 1, 1, 4))
+    with pytest.raises(NotImplementedError, match=r"rope on TPU: no forward mode .* jax\.grad"):
+        jax.jvp(lambda x: tpu.rotated(x, angle, angle, "half"), (x,), (x,))
+
+
 def test_it_passes_through_transformations():
     rng = np.random.default_rng(0)
     x = numbers(rng, (4, 2, 3, 2, 8), "float32")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec as P
 
+from jaxformer import sharding
 from jaxformer.errors import ConfigError
 from jaxformer.models import ModelConfig
 from jaxformer.models.mixture import Mixture
@@ -28,6 +29,7 @@ from jaxformer.training.step import (
     state_shardings,
     state_specs,
 )
+from tests.parallel import test_experts as experts
 
 B, T, V = 4, 8, 12
 
@@ -307,3 +309,20 @@ def test_a_context_that_does_not_divide_the_length_is_refused():
         check_mesh(odd, build(odd), mesh)
     check_context({"context": 4}, [10, 8])  # one half of a pair is split
     check_context({"context": 1}, [7])
+
+
+@pytest.mark.thorough
+@pytest.mark.report(
+    "NVIDIA-NeMo/Automodel#1260",
+    "NVIDIA/Megatron-LM#5956",
+    right="each device's share of the experts' gradient is the sum over devices, taken once",
+)
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"expert": 8}], ids=str)
+def test_gradients_of_experts_that_are_summed_along_rings(axes, monkeypatch):
+    """As over 16 devices or more, with rings of 4 and 2."""
+    devices = np.arange(8).reshape(4, 2)
+    along = {8: (devices.T.tolist(), devices.tolist())}
+    monkeypatch.setattr(sharding, "rings", lambda size: along.get(size, (None,)))
+    run = partial(experts.everything, None)
+    arrays = experts.X, None, *experts.WEIGHTS
+    experts.near(experts.on(axes, run, *arrays), jax.jit(run)(*arrays))
