@@ -160,7 +160,11 @@ check-gpu: $(VENV)/ready-dev  ## what one NVIDIA GPU shows, in eight minutes: te
 	@$(BIN)/python -m experiments.bench.gpu $(ARGS)
 
 WHEELS := grain array_record portpicker beartype flax orbax-checkpoint tensorstore optax chex etils jaxtyping safetensors
-wheels-gpu: $(VENV)/made  ## packages that check-gpu needs beside CUDA, jax, torch and pytest, for Python 3.12 without a network: dist/wheels/
+# of the extra `kernels`, half of it xprof
+ifdef KERNELS
+WHEELS += tokamax einshape fire termcolor immutabledict pydantic pydantic-core annotated-types typing-inspection qwix treescope xprof
+endif
+wheels-gpu: $(VENV)/made  ## packages that check-gpu needs beside CUDA, jax, torch and pytest, for Python 3.12 without a network: dist/wheels/; KERNELS=1: tokamax, too
 	@$(BIN)/pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp $(foreach n,17 27 28,--platform manylinux_2_$(n)_x86_64) \
 	  --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d dist/wheels $(WHEELS)
 	@du -sh dist/wheels

@@ -1,15 +1,19 @@
 """How two models differ in what the same weights compute."""
 
+from dataclasses import replace
 from typing import Any
 
 from flax.traverse_util import flatten_dict
 
 from jaxformer import models
+from jaxformer.families.qwen_moe import GatedShared
 from jaxformer.families.settings import shortest_pattern
 from jaxformer.families.tied_head import Config
 from jaxformer.models.config import EncoderDecoder
+from jaxformer.models.mixture import Mixture
 from jaxformer.params import paths
 from jaxformer.zoo.bigbird import BigBird
+from jaxformer.zoo.clamped_mixture import ClampedMixture
 from jaxformer.zoo.longformer import Longformer
 
 # fields that do not change what a trained model computes, or that each call decides
@@ -20,6 +24,15 @@ WITHOUT_EFFECT = (
     "init_std",
     "dropout_rate",
     "attention_dropout_rate",
+)
+# fields of `Mixture` that say how it is trained or executed
+OF_TRAINING = (
+    "balance_loss",
+    "router_z_loss",
+    "capacity",
+    "device_capacity",
+    "groups",
+    "grouped_implementation",
 )
 
 
@@ -57,8 +70,24 @@ def fields_with_effect(config: Config) -> dict[str, Any]:
         "mup": config.tie_embeddings and isinstance(config.init_std, models.MuP),  # divides logits
         "block": models.evaluation(config).block,  # without stochastic depth
         "mixer": shortest_pattern([_mixer_in_file(mixer) for mixer in mixers]),
+        "feedforward": _without_training(config.feedforward),
     }
     return {name: value for name, value in fields.items() if name not in WITHOUT_EFFECT}
+
+
+def _without_training(feedforward: Any) -> Any:
+    """A feed-forward with the defaults of the fields that say how it is trained or executed."""
+    if isinstance(feedforward, tuple):
+        return tuple(map(_without_training, feedforward))
+    if isinstance(feedforward, Mixture):
+        defaults = {name: getattr(Mixture, name) for name in OF_TRAINING}
+        # a lone weight that is 1 is refused without a balance loss
+        return Mixture(**vars(feedforward) | defaults | {"balance_loss": 1.0})
+    if isinstance(feedforward, GatedShared):
+        return replace(feedforward, mixture=_without_training(feedforward.mixture))
+    if isinstance(feedforward, ClampedMixture):
+        return replace(feedforward, balance_loss=0.0)
+    return feedforward
 
 
 def _mixer_in_file(mixer):

@@ -9,6 +9,7 @@ WITHOUT_EFFECT = (
     "remat",
     "unroll",
     "attention_implementation",
+    "grouped_implementation",
     "dropout_rate",
     "attention_dropout_rate",
     "context_length",

@@ -6,11 +6,13 @@ from jax import Array
 from jax.nn.initializers import normal
 from jaxtyping import Float
 
+from jaxformer.config.describe import execution
 from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.feedforward import feedforward, feedforward_spec
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
+from jaxformer.ops.grouped_product import GroupedImplementation, has_own_form, unknown_grouped
 from jaxformer.ops.mixture import balance_loss, mixture
 from jaxformer.params import Tree, linear
 
@@ -42,6 +44,9 @@ class Mixture:
     # weight of the loss that evens out the load of the experts, in each micro-batch
     balance_loss: float = 0.0
     router_z_loss: float = 0.0  # weight of the loss that keeps the router's logits small
+    # of the products of experts without a capacity: "loop", "copies", "ragged", "tokamax", or a
+    # `GroupedProduct` of your own; None: the fastest one
+    grouped_implementation: GroupedImplementation = execution(None, unless=has_own_form)
 
     def __post_init__(self):
         integers = dict(experts=1, top_k=1, d_ff=1, shared=0, groups=1)
@@ -66,6 +71,8 @@ class Mixture:
         refuse("top_k", too_many, f"must be 1 to {self.experts}, the number of experts")
         refuse("activation", self.activation not in words, f"expected one of {', '.join(words)}")
         advice = "for top_k=1 set it to False, or a balance_loss"
+        form = unknown_grouped(self.grouped_implementation)
+        refuse("grouped_implementation", form is not None, form or "")
         refuse("normalise", has_lone_weight, f"a lone weight is 1 and teaches nothing; {advice}")
 
     def __call__(self, config: ModelConfig) -> FeedForward:
@@ -100,7 +107,12 @@ class Mixture:
             names += ["capacity", "device_capacity", "groups"]
         options = {name: getattr(self, name) for name in names}
         out, routed = mixture(
-            x, **kernels, activation=activation, **options, padding_mask=context.padding_mask
+            x,
+            **kernels,
+            activation=activation,
+            **options,
+            padding_mask=context.padding_mask,
+            implementation=self.grouped_implementation,
         )
         if self.shared:
             out = out + feedforward(self.activation, params["shared"], x)

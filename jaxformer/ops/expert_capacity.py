@@ -142,3 +142,8 @@ def _earlier_counts(split: Split, counts: Int[Array, "top_k B E"], groups: int):
     totals = jnp.cumsum(in_group, axis=1) - in_group
     totals = jnp.moveaxis(totals.reshape(groups, top_k, -1, E), 0, 1).reshape(top_k, -1, E)
     return earlier_counts + lax.dynamic_slice_in_dim(totals, first_row, B, axis=1)
+
+
+def count_choices(experts: Int[Array, "..."], E: int) -> Int[Array, " E"]:
+    """The number of choices of each expert."""
+    return jnp.sum(experts.reshape(-1, 1) == jnp.arange(E)[None], axis=0)

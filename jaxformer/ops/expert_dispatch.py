@@ -14,8 +14,11 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxformer.ops.einsum import einsum, in_float32
+from jaxformer.ops.expert_capacity import count_choices
 from jaxformer.ops.feedforward import activated
-from jaxformer.ops.grouped_product import LANES, count_choices, grouped
+from jaxformer.ops.grouped_forms import Blocks
+from jaxformer.ops.grouped_product import GroupedImplementation, grouped
+from jaxformer.ops.grouped_tpu import LANES
 from jaxformer.sharding import alike, psum, reduce_scatter, wide_on_cpu
 
 # (each token's weighted sum over its experts, the number of choices that experts served)
@@ -29,6 +32,7 @@ class Experts(NamedTuple):
     up: Any
     down: Any
     activation: Callable
+    implementation: GroupedImplementation = None  # of the products without a capacity
 
     def __call__(self, product: Callable, x: Array) -> Array:
         up = product(x, self.up)
@@ -58,7 +62,8 @@ def local(
     """
     expert_count = experts.up.shape[0]
     if expert_capacity is None:
-        table, product = _blocks(choices.experts, expert_count, E, choice_limit)
+        table, blocks = _blocks(choices.experts, expert_count, E, choice_limit)
+        product = partial(_block_product, blocks, experts.implementation)
     else:
         table = _buckets(choices.experts, expert_count, expert_capacity)
         product = _bucket_product
@@ -146,8 +151,8 @@ def _bucket_product(x, w):
 
 def _blocks(
     experts: Int[Array, "top_k N"], expert_count: int, E: int, choice_limit: int | None
-) -> tuple[_RowTable, Callable]:
-    """(the rows in blocks of one expert each, the product of such blocks with matrices).
+) -> tuple[_RowTable, Blocks]:
+    """The rows in blocks of one expert each, and the experts of the blocks.
 
     `choice_limit`: the largest number of choices of these experts, if it is known.
     """
@@ -167,12 +172,12 @@ def _blocks(
     block_experts = jnp.sum(ends[None] <= jnp.arange(count)[:, None], axis=1)
     block_experts = jnp.minimum(block_experts, expert_count - 1)
     table = _table(experts, sizes, (ends - blocks) * length, experts.size, count, length)
-    return table, partial(_block_product, block_experts, ends[-1])
+    return table, Blocks(block_experts, ends[-1])
 
 
-def _block_product(block_experts, used_blocks, x, w):
+def _block_product(blocks: Blocks, implementation: GroupedImplementation, x, w):
     """The product of each used block with the matrix of its expert."""
-    return grouped(*alike(x, w), block_experts, used_blocks)
+    return grouped(x, w, blocks, implementation)
 
 
 def _table(

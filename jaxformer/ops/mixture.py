@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float
 
 from jaxformer.errors import ConfigError
 from jaxformer.ops.einsum import einsum, in_float32
-from jaxformer.ops.expert_capacity import Split, split_of, within_capacity
+from jaxformer.ops.expert_capacity import Split, count_choices, split_of, within_capacity
 from jaxformer.ops.expert_dispatch import (
     Choices,
     Experts,
@@ -30,7 +30,7 @@ from jaxformer.ops.expert_dispatch import (
     gather_scatter,
     local,
 )
-from jaxformer.ops.grouped_product import count_choices
+from jaxformer.ops.grouped_product import GroupedImplementation
 from jaxformer.sharding import (
     PARAMETERS,
     auto_axis_names,
@@ -94,6 +94,7 @@ def mixture(
     device_capacity: float | None = None,
     padding_mask: Bool[Array, "B T"] | None = None,
     groups: int = 1,
+    implementation: GroupedImplementation = None,
 ) -> tuple[Float[Array, "B T D"], RoutingStatistics]:
     """sum_k w_k expert_{e_k}(x) for the weights w and experts e of `route(x router)`.
 
@@ -114,6 +115,9 @@ def mixture(
     capacity each of P devices along `expert` reserves memory for all choices that its experts may
     get. With a `device_capacity` it reserves memory for ceil(device_capacity top_k n / P) choices
     of n tokens, and drops later ones.
+
+    `implementation`: of the products without a capacity, a name of `ops.grouped_product` or a
+    `GroupedProduct`; None: the fastest one. Raises NotImplementedError if it refuses the product.
     """
     B = x.shape[0]
     if padding_mask is None:
@@ -123,7 +127,9 @@ def mixture(
         raise ConfigError(
             f"model.feedforward.groups={groups}: does not divide a batch of {B} rows; {advice}"
         )
-    options = _Options(activation, top_k, normalise, capacity, device_capacity, groups)
+    options = _Options(
+        activation, top_k, normalise, capacity, device_capacity, groups, implementation
+    )
     split = split_of(x.shape, up.shape)
     run = partial(_on_device, options, split)
     arrays = x, router, gate, up, down, padding_mask
@@ -139,6 +145,7 @@ class _Options(NamedTuple):
     capacity: float | None
     device_capacity: float | None
     groups: int
+    implementation: GroupedImplementation
 
 
 def _on_device(options: _Options, split: Split, x, router, gate, up, down, padding_mask):
@@ -153,7 +160,7 @@ def _on_device(options: _Options, split: Split, x, router, gate, up, down, paddi
     # without tokens, blocks have no size and collectives have nothing to gather
     capacity = options.capacity if x.size else 0.0
     limits = within_capacity(split, expert_ids, E, capacity, options.groups)
-    experts = _whole_experts(split, x.dtype, gate, up, down, options.activation)
+    experts = _whole_experts(split, x.dtype, gate, up, down, options)
     tokens = _spread(split, x.reshape(B * T, D))
     weights = routing.weights.reshape(B * T, top_k).T
     choices = Choices(tokens, limits.expert_ids.reshape(top_k, B * T), weights)
@@ -250,7 +257,7 @@ def _spread(split: Split, x: Array) -> Array:
     return varying(x, {*split.batch, *split.length, *split.experts, *split.mlp})
 
 
-def _whole_experts(split: Split, dtype, gate, up, down, activation: Callable) -> Experts:
+def _whole_experts(split: Split, dtype, gate, up, down, options: _Options) -> Experts:
     """The experts of this device, with all of D."""
 
     def gather(w, axis):
@@ -258,7 +265,8 @@ def _whole_experts(split: Split, dtype, gate, up, down, activation: Callable) ->
         return _gather(split.embed, axis, dtype, w) if split.embed else w
 
     gate = None if gate is None else gather(gate, 1)
-    return Experts(gate, gather(up, 1), gather(down, 2), activation)
+    weights = gate, gather(up, 1), gather(down, 2)
+    return Experts(*weights, options.activation, options.implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

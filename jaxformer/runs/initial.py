@@ -18,7 +18,7 @@ from jaxformer.runs import checkpoint_reader
 from jaxformer.training.recipe import Recipe
 
 # fields of a model that decide neither its parameters nor its numbers
-HOW_IT_RUNS = ("type", "remat", "unroll", "attention_implementation")
+HOW_IT_RUNS = ("type", "remat", "unroll", "attention_implementation", "grouped_implementation")
 
 
 @dataclass(frozen=True)

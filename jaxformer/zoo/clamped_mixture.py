@@ -19,8 +19,8 @@ from jaxformer.errors import ConfigError, check_numbers
 from jaxformer.models.config import ModelConfig
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, residual_std
 from jaxformer.ops.einsum import add_bias, einsum, in_float32
+from jaxformer.ops.expert_capacity import count_choices
 from jaxformer.ops.expert_dispatch import Choices, Experts, local
-from jaxformer.ops.grouped_product import count_choices
 from jaxformer.ops.mixture import balance_loss, route
 from jaxformer.params import Tree, linear
 from jaxformer.sharding import auto_axes

@@ -13,9 +13,9 @@ from jaxformer.models.config import ModelConfig
 from jaxformer.models.feedforward import feedforward, feedforward_spec
 from jaxformer.models.layer import Context, FeedForward, FeedForwardOutput, Tree
 from jaxformer.ops.einsum import add_bias, einsum, in_float32
+from jaxformer.ops.expert_capacity import count_choices
 from jaxformer.ops.expert_dispatch import Choices, Experts, local
 from jaxformer.ops.feedforward import ACTIVATIONS, GATES
-from jaxformer.ops.grouped_product import count_choices
 from jaxformer.ops.mixture import Routing
 from jaxformer.params import Spec, linear
 

@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,7 +17,10 @@ import pytest
 from jaxformer import families, models
 from jaxformer.errors import ConfigError
 from jaxformer.families import table
-from jaxformer.models import Classification
+from jaxformer.families.known import FAMILIES, write_settings
+from jaxformer.families.qwen_moe import GatedShared
+from jaxformer.models import Classification, presets
+from jaxformer.models.mixture import Mixture
 from jaxformer.params import paths
 from tests import golden
 from tests.families import golden_runs as runs
@@ -261,3 +265,36 @@ def test_experts_of_a_layer_may_stand_in_one_tensor(name, tmp_path):
     folder = runs.altered(tmp_path, name, fused)
     assert any("gate_up_proj" in key for key in runs.tensors(folder))
     assert_loads(folder, name)
+
+
+TRAINED = {
+    "z-loss": dict(router_z_loss=0.001),
+    "balance loss": dict(balance_loss=0.5),
+    "capacity": dict(capacity=1.25, groups=2),
+    "device capacity": dict(device_capacity=2.0),
+    "form of its products": dict(grouped_implementation="loop"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("shared", [False, True], ids=["mixtral", "qwen2_moe"])
+def test_a_mixture_is_saved_however_it_was_trained(shared, name):
+    """Losses and capacities of training are no part of the weights' meaning."""
+
+    def settings(**options):
+        mixture = Mixture(d_ff=None if not shared else 704, normalise=not shared, **options)
+        feedforward = GatedShared(mixture, d_ff=5632) if shared else mixture
+        return write_settings(
+            replace(presets.mixtral_8x7b, feedforward=feedforward), None, FAMILIES
+        )
+
+    written, expected = settings(**TRAINED[name]), settings()
+    loss = {"router_aux_loss_coef": written["router_aux_loss_coef"]}
+    assert written == expected | loss
+
+
+def test_another_number_of_experts_is_another_model():
+    mixtral = presets.mixtral_8x7b
+    wider = replace(mixtral, feedforward=Mixture(top_k=3))
+    assert "feedforward" in families.differences(mixtral, wider)
+    assert not families.differences(mixtral, replace(mixtral, feedforward=Mixture(capacity=2.0)))

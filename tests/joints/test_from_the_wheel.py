@@ -33,6 +33,7 @@ PROMPTS = {
     ("variables", "balanced"): TEXT,
     ("variables", "codes"): TEXT,
     ("your-own-kernel", "flash"): [1, 2, 3, 16],
+    ("your-own-kernel", "dense"): [1, 2, 3, 16],
     ("your-own-positions", "fourier"): TEXT,
     ("your-own-family", "mine"): TEXT,
     ("your-own-stack", "denseformer"): TEXT,

@@ -16,13 +16,6 @@ from jaxformer.masks import full
 from jaxformer.models import feedforward
 from jaxformer.models.layer import Context
 from jaxformer.models.mixture import Mixture
-from jaxformer.ops.grouped_product import (
-    _each_block,
-    _product_of_copies,
-    _ragged,
-    _sum_blocks,
-    _sum_on_tpu,
-)
 from jaxformer.ops.mixture import balance_loss, mixture, route
 from jaxformer.parallel import Mesh, block_if_simulated, make_mesh
 from jaxformer.params import paths
@@ -594,66 +587,3 @@ def test_a_capacity_is_for_training():
 def test_what_cannot_be_is_refused_by_name(options, said):
     with pytest.raises(ConfigError, match=said):
         Mixture(**options)
-
-
-@pytest.mark.thorough
-def test_the_chips_kernel_gives_what_the_loop_gives():
-    """Blocks of one expert each, the last ones unused; experts without a block."""
-    rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 8, 16), (5, 16, 4)))
-    block_experts, used_blocks = jnp.array([0, 0, 2, 4, 4, 4]), jnp.array(5)
-    loop = _each_block("bd,df->bf", x, w, block_experts, used_blocks)
-    np.testing.assert_allclose(
-        _ragged(x, w, block_experts, used_blocks), loop, rtol=1e-5, atol=1e-5
-    )
-    np.testing.assert_allclose(
-        _product_of_copies("gtd,gdf->gtf", x, w, block_experts, used_blocks),
-        loop,
-        rtol=1e-5,
-        atol=1e-5,
-    )
-    assert np.all(np.asarray(loop)[5] == 0)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("E", [5, 1])
-def test_a_gpu_computes_the_same_in_its_own_way(choose_gpu, E):
-    """The layer and its gradients: a copy of a weight for each block, and a loop over all
-    blocks."""
-    rng = np.random.default_rng(0)
-    shapes = (2, 9, 8), (8, E), (E, 8, 12), (E, 8, 12), (E, 12, 8)
-    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    loss = lambda *arrays: jnp.sum(jnp.sin(mixture(*arrays, jax.nn.silu, top_k=min(E, 2))[0]))
-    both = lambda: jax.jit(lambda *arrays: jax.value_and_grad(loss, range(5))(*arrays))
-    expected = both()(*arrays)
-    choose_gpu()
-    found = both()
-    # float32 sums of 12 and 18 products, in another order
-    jax.tree.map(
-        partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found(*arrays), expected
-    )
-    assert "ragged_dot" not in str(jax.make_jaxpr(found)(*arrays))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "D, F, block_experts, used_blocks",
-    [(640, 130, [0, 0, 2, 4, 4, 4], 5), (8, 1100, [1, 1, 1, 3], 4), (16, 8, [1], 0)],
-)
-def test_the_chips_sums_are_those_of_the_loop(D, F, block_experts, used_blocks):
-    """Of one tile and of several that do not fill the matrix; unused blocks, and experts without
-    one."""
-    rng = np.random.default_rng(0)
-    x, g = (
-        jnp.asarray(rng.normal(size=(len(block_experts), 128, width)), jnp.bfloat16)
-        for width in (D, F)
-    )
-    blocks = jnp.array(block_experts), jnp.array(used_blocks)
-    sums = _sum_blocks(5, x, g, *blocks)
-    # the same products; a block's sum may be made in another order: float32, 128 terms of order one
-    np.testing.assert_allclose(
-        _sum_on_tpu(5, x, g, *blocks, interpret=True), sums, rtol=1e-5, atol=1e-4
-    )
-    assert np.all(
-        np.asarray(sums)[[e for e in range(5) if e not in block_experts[:used_blocks]]] == 0
-    )

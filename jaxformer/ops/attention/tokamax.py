@@ -1,11 +1,9 @@
 """Attention on NVIDIA GPUs by tokamax, for masks that cuDNN lacks: packed rows, prefixes, layouts.
 
-It needs the extra `kernels`. tokamax (0.0.17) calls its interface unstable, so only this file
-imports it. Its kernels skip blocks that causality or a window hides. They read any other mask from
-an array of one byte a pair, but make no array of scores.
+It needs the extra `kernels`, see `ops.tokamax`. Its kernels skip blocks that causality or a window
+hides. They read any other mask from an array of one byte a pair, but make no array of scores.
 """
 
-import importlib.util
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -14,11 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxformer.errors import install_command
 from jaxformer.masks import Mask
 from jaxformer.ops.attention.call import Call, device_count, refuse, share
 from jaxformer.ops.attention.kernel import Kernel
 from jaxformer.ops.attention.splash import band
+from jaxformer.ops.tokamax import declines, lacks_package
 from jaxformer.sharding import platform
 
 # Their kernels, in the order of preference. "mosaic" is written for Hopper and Blackwell, "triton"
@@ -145,19 +143,7 @@ def refuses(query: Array, key: Array, value: Array, call: Call) -> str | None:
         return "empty queries or keys"
     if mask_bytes(call, T, S) > MOST_BYTES:
         return f"mask {call.mask} of {T} x {S} pairs, which would be an array"
-    return refuses_here(query, key) or _declined(query, key, value, call)
-
-
-def _declined(query: Array, key: Array, value: Array, call: Call) -> str | None:
-    """What the package itself refuses, such as a head width: it says so while it is traced."""
-    if platform() == "cpu":  # its definition takes all calls
-        return None
-    try:
-        jax.eval_shape(partial(_attend, call=call), query, key, value)
-    except (NotImplementedError, ExceptionGroup) as error:
-        first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-        return f"such call: {' '.join(str(first).split())[:200]}"
-    return None
+    return refuses_here(query, key) or declines(partial(_attend, call=call), query, key, value)
 
 
 def mask_bytes(call: Call, T: int, S: int) -> int:
@@ -174,21 +160,10 @@ def mask_bytes(call: Call, T: int, S: int) -> int:
 
 def refuses_here(query: Array, key: Array) -> str | None:
     """What the machine or the mesh lacks; None: nothing."""
-    if platform() not in IMPLEMENTATIONS:
-        return f"kernel for {platform()}"
-    if platform() != jax.default_backend():
-        return f"{platform()} in this process"  # it asks the device at hand what to compile
     B, T = query.shape[:2]
     if device_count(share(B, T, key.shape[2]).length) > 1:
         return "queries split over mesh.context"
-    if not is_installed():
-        return f"package tokamax (Python 3.12 or later): {install_command('kernels')}"
-    return None
-
-
-def is_installed() -> bool:
-    """Whether tokamax is there. Nothing is imported: its import takes some seconds."""
-    return importlib.util.find_spec("tokamax") is not None
+    return lacks_package()
 
 
 TOKAMAX = Kernel("tokamax", attention, refuses, platforms=("gpu",))

@@ -6,6 +6,8 @@ before JAX is imported.
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +30,17 @@ FAST: Any = {"optimization_level": "O1"}
 # "Check failed: std::abs(inc)").
 _OFFLOAD = ("all_gather", "all_reduce", "reduce_scatter")
 TPU7X: Any = {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": False for kind in _OFFLOAD}
+
+
+@contextmanager
+def programs_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """What is traced here is for the devices of the mesh, which this machine may lack.
+
+    Libraries of kernels ask `jax.default_device` what to compile for.
+    """
+    abstract = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    with abstract, jax.default_device(mesh.devices.flat[0]):
+        yield
 
 
 class Traced(NamedTuple):
@@ -63,7 +76,7 @@ def trace(experiment: Any, devices: list) -> Traced:
     state = abstract_state(recipe, shardings)
     references = abstract_references(recipe, mesh)
     batch = jax.tree.map(placed, shapes, sharding.batch_sharding(mesh, shapes))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with programs_for(mesh):
         step = jax.jit(make_train_step(recipe), donate_argnums=0, out_shardings=(shardings, None))
         stage = step.trace(state, batch, references)
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -80,7 +93,7 @@ def evaluation_bytes(traced: Traced, devices: list, fast: bool) -> int | None:
 
     None if that does not fit.
     """
-    with jax.sharding.use_abstract_mesh(traced.mesh.abstract_mesh):
+    with programs_for(traced.mesh):
         lowered = traced.evaluation.lower()
     compiled, log = compile_step(lowered, devices, fast)
     if compiled is None:

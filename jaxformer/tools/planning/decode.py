@@ -21,7 +21,13 @@ from jaxformer.models import ModelConfig, cost
 from jaxformer.models.stacks import layout
 from jaxformer.ops.attention.cached import widths
 from jaxformer.tools.planning import hlo, lines, roofline, topology
-from jaxformer.tools.planning.compile import compile_step, device_bytes, memory_of, placed
+from jaxformer.tools.planning.compile import (
+    compile_step,
+    device_bytes,
+    memory_of,
+    placed,
+    programs_for,
+)
 from jaxformer.tools.planning.lines import gib
 
 # {kernel: the text by which it is recognised in a program}
@@ -168,7 +174,7 @@ class _Compiler:
         def call(weights, cache, tokens, lengths):
             return function(self.config, weights, tokens, cache, lengths=lengths, dtype=self.dtype)
 
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+        with programs_for(self.mesh):
             lowered = jax.jit(call, donate_argnums=1).lower(*arguments)
         program, log = compile_step(lowered, self.devices, self.fast)
         memory = memory_of(program, log, device_bytes(arguments))

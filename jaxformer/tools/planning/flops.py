@@ -18,9 +18,13 @@ ROWS = (
     "an upper bound"
 )
 DEAREST = "the most expensive branch of a conditional counts: an upper bound"
+UNSEEN = "a kernel of another library does not say its products: a lower bound"
 CUDNN = "cuDNN's attention counts every pair of a query and a key: an upper bound"
 # primitives whose result equals their operand
 SAME = ("pvary", "pcast", "reshard", "sharding_constraint", "copy")
+
+# kernels with bodies of another form than a jaxpr: Pallas for Mosaic GPU, jax-triton
+KERNELS = ("mpmd_map", "triton_kernel_call")
 
 
 class Count(NamedTuple):
@@ -176,6 +180,10 @@ class _Walk(NamedTuple):
                 return self.branches(eqn, values)
             case "pallas_call":
                 return self.kernel(eqn, values), unknown
+            case name if name in KERNELS:
+                estimate = eqn.params.get("cost_estimate")
+                unseen = Count(notes=frozenset([UNSEEN]))
+                return unseen if estimate is None else Count(float(estimate.flops)), unknown
             case "shard_map":
                 return self.shard_map(eqn, values, needed)
             case name if name in SAME:
@@ -262,9 +270,15 @@ class _Walk(NamedTuple):
         if name.startswith("splash") and values[1] is not None:
             # the table of a splash kernel is 0 for a block without a visible key
             blocks = blocks * float(np.count_nonzero(values[1]) / np.size(values[1]))
+        elif ONCE in body.notes:
+            notes.append(ONCE)
         elif body.notes:
             notes.append(f"{name}: every block of the kernel's grid counts: an upper bound")
         return Count(body.matmul, frozenset(notes)).times(blocks)
+
+
+# the parameters that hold it; "call" is that of `jax.custom_batching.custom_vmap`
+CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
 def _called(eqn) -> Any:
@@ -272,7 +286,7 @@ def _called(eqn) -> Any:
     if eqn.primitive.name in ("while", "cond", "pallas_call"):
         return None
     return next(
-        (eqn.params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in eqn.params),
+        (eqn.params[name] for name in CALLED if name in eqn.params),
         None,
     )
 

@@ -14,7 +14,14 @@ from jaxformer import config, models, parallel, sharding
 from jaxformer.errors import ConfigError
 from jaxformer.models import cost
 from jaxformer.tools.planning import hlo
-from jaxformer.tools.planning.compile import Traced, compile_step, device_bytes, memory_of, trace
+from jaxformer.tools.planning.compile import (
+    Traced,
+    compile_step,
+    device_bytes,
+    memory_of,
+    programs_for,
+    trace,
+)
 from jaxformer.training.experiment import Experiment
 from jaxformer.training.step import TrainState
 
@@ -85,7 +92,7 @@ def needed(experiment: Experiment) -> tuple[int, Any, Traced]:
     mesh = parallel.run_mesh(experiment.mesh, experiment.batch_size // experiment.accumulation)
     devices = jax.devices()[:1] if mesh is None else mesh.devices.ravel().tolist()
     traced = trace(experiment, devices)
-    with jax.sharding.use_abstract_mesh(traced.mesh.abstract_mesh):
+    with programs_for(traced.mesh):
         compiled, log = compile_step(traced.stage.lower(), devices, fast=True)
     memory = memory_of(compiled, log, traced.argument_bytes)
     return memory["argument_bytes"] + memory["temporary_bytes"], compiled, traced

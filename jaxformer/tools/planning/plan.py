@@ -23,6 +23,7 @@ from jaxformer.tools.planning.compile import (
     compile_step,
     evaluation_bytes,
     memory_of,
+    programs_for,
     trace,
 )
 from jaxformer.tools.planning.lines import gib
@@ -122,7 +123,7 @@ def plan(experiment: Any, name: str, devices: list, fast: bool = False) -> Plan:
     kind = devices[0].device_kind
     chip = cost.CHIPS[kind]
     counted = _count(experiment, traced, devices)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with programs_for(mesh):
         lowered = traced.stage.lower()
     compiled, log = compile_step(lowered, devices, fast)
     memory = memory_of(compiled, log, traced.argument_bytes)
@@ -189,10 +190,12 @@ def _count(experiment: Any, traced: Traced, devices: list) -> flops.Count:
     """The FLOPs of a step on all devices.
 
     The number of tokens that are routed to one device depends on the data, their sum does not. So a
-    step with such a number is counted on a single device of unlimited memory.
+    step with such a number is counted on a single device of unlimited memory. So is a step with a
+    kernel of tokamax, which does not say its products: without `jax.default_device` our own
+    functions stand in its place.
     """
     counted = flops.of_jaxpr(traced.stage.jaxpr)
-    if not counted.notes & {flops.ROWS, flops.ONCE}:
+    if not counted.notes & {flops.ROWS, flops.ONCE, flops.UNSEEN}:
         return counted
     recipe = build(replace(experiment, mesh=parallel.Mesh(data=1)))
     step = make_train_step(recipe)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxformer import masks, ops
+from jaxformer.ops import tokamax as package_checks
 from jaxformer.ops.attention import tokamax
 from jaxformer.ops.attention.call import Call
 from jaxformer.parallel import Mesh, make_mesh
@@ -74,7 +75,7 @@ def documented(query, key, value, bias, mask, *, scale, logits_soft_cap, impleme
 def stand_in(monkeypatch):
     package = SimpleNamespace(dot_product_attention=documented)
     monkeypatch.setitem(sys.modules, "tokamax", package)
-    monkeypatch.setattr(tokamax, "is_installed", lambda: True)
+    monkeypatch.setattr(package_checks, "is_installed", lambda: True)
 
 
 @pytest.mark.thorough
@@ -132,9 +133,9 @@ def test_what_it_lacks_is_refused_by_name(stand_in, monkeypatch):
     assert refusal(T=0) == "empty queries or keys"
     monkeypatch.setattr(tokamax, "MOST_BYTES", 2 * 7 * 7 - 1)
     assert "which would be an array" in refusal(masks.segments(IDS))
-    monkeypatch.setattr(tokamax, "is_installed", lambda: False)
+    monkeypatch.setattr(package_checks, "is_installed", lambda: False)
     assert "pip install 'jaxformer[kernels]'" in refusal()
-    monkeypatch.setattr(tokamax, "platform", lambda: "tpu")
+    monkeypatch.setattr(package_checks, "platform", lambda: "tpu")
     assert refusal() == "kernel for tpu"
 
 
@@ -149,11 +150,13 @@ def test_what_the_package_declines_is_refused_by_its_words(stand_in, monkeypatch
     def declines(*arrays, **options):
         raise error
 
-    arguments = (*arrays(7, 7), Call(masks.causal(), scale=0.5))
-    assert tokamax._declined(*arguments) is None  # on this CPU
+    assert refusal() is None  # on this CPU
     monkeypatch.setattr(tokamax, "platform", lambda: "gpu")
+    monkeypatch.setattr(package_checks, "platform", lambda: "gpu")
+    there = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(package_checks, "get_default_device", lambda: there)
     monkeypatch.setattr(sys.modules["tokamax"], "dot_product_attention", declines)
-    assert "width 8" in tokamax._declined(*arguments)
+    assert "width 8" in refusal(scale=0.5)
 
 
 @pytest.mark.aot

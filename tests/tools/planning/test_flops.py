@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
 from jaxformer import masks, models, zoo
@@ -276,6 +278,42 @@ def test_devices_under_shard_map_count_together():
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         assert flops.count(jax.jit(one), floats(8, 8), floats(8, 8)).matmul == 2 * 8**3
+
+
+def test_a_function_with_a_rule_for_batches_counts():
+    """As kernels of tokamax have one."""
+    square = jax.custom_batching.custom_vmap(lambda x: x @ x)
+    square.def_vmap(lambda axis_size, in_batched, x: (x @ x, True))
+    assert flops.count(square, floats(8, 8)).matmul == 2 * 8**3
+
+
+@pytest.mark.parametrize("name", flops.KERNELS)
+def test_a_kernel_that_does_not_say_its_products_is_named(name):
+    kernel = jax.extend.core.Primitive(name)
+    kernel.def_abstract_eval(lambda x, **options: x)
+
+    def run(x, **options):
+        return kernel.bind(x @ x, **options)
+
+    counted = flops.count(run, floats(8, 8))
+    assert counted.matmul == 2 * 8**3 and counted.notes == {flops.UNSEEN}
+    estimate = pallas.CostEstimate(flops=100, transcendentals=0, bytes_accessed=0)
+    counted = flops.count(partial(run, cost_estimate=estimate), floats(8, 8))
+    assert counted.matmul == 2 * 8**3 + 100 and not counted.notes
+
+
+def test_a_kernel_with_a_loop_of_unknown_length_counts_it_once():
+    """As JAX's own attention for GPUs has it. It is a lower bound, whatever the grid is."""
+
+    def body(count, x, out):
+        def add(i, total):
+            return total + x[...] @ x[...]
+
+        out[...] = jax.lax.fori_loop(0, count[0], add, jnp.zeros((8, 8)))
+
+    run = pallas.pallas_call(body, out_shape=jax.ShapeDtypeStruct((8, 8), jnp.float32), grid=(3,))
+    counted = flops.count(run, jax.ShapeDtypeStruct((1,), jnp.int32), floats(8, 8))
+    assert counted.matmul == 3 * 2 * 8**3 and counted.notes == {flops.ONCE}
 
 
 def test_convolutions_and_ragged_products():

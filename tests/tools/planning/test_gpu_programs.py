@@ -105,3 +105,80 @@ def test_experts_of_more_rows_need_little_more_memory(programs):
     memory."""
     few, many = programs["experts"]
     assert many < 2 * few
+
+
+KERNELS = """
+import json
+from functools import partial
+from jaxformer.tools.planning import topology
+
+topology.prepare()
+import jax, jax.numpy as jnp
+from jaxformer import masks, ops
+from jaxformer.ops.mixture import mixture
+from jaxformer.parallel import Mesh, make_mesh
+from jaxformer.tools.planning.compile import programs_for
+
+
+def compiled(mesh, name, function, *arrays):
+    mesh = make_mesh(mesh, topology.devices(name))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in arrays]
+    gradient = jax.grad(lambda *a: jnp.sum(function(*a).astype(jnp.float32)), range(len(arrays)))
+    with programs_for(mesh):
+        program = jax.jit(gradient).lower(*arrays).compile()
+    kernels = program.as_text().count('custom_call_target="mosaic')
+    return dict(kernels=kernels, bytes=program.memory_analysis().temp_size_in_bytes)
+
+
+def experts(mesh, name, D=1024, F=4096, implementation=None):
+    E = 8
+    shapes = (16, 1024, D), (D, E), (E, D, F), (E, D, F), (E, F, D)
+    dtypes = jnp.bfloat16, *[jnp.float32] * 4
+    arrays = [jax.ShapeDtypeStruct(*each) for each in zip(shapes, dtypes, strict=True)]
+    run = partial(mixture, activation=jax.nn.silu, top_k=2, implementation=implementation)
+    return compiled(mesh, name, lambda *a: run(*a)[0], *arrays)
+
+
+def packed(mesh, name, T=1024, H=64):
+    query = jax.ShapeDtypeStruct((8, T, 8, H), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((8, T, 4, H), jnp.bfloat16)
+
+    def attend(query, key, value):
+        ids = jnp.broadcast_to(jnp.arange(T) // 100, query.shape[:2])
+        return ops.attention(query, key, value, mask=masks.causal() & masks.segments(ids))
+
+    return compiled(mesh, name, attend, query, key, key)
+
+
+one = Mesh(data=1), "h100:1x1"
+eight = "h100:1x8"
+found = dict(
+    experts=experts(*one),
+    copies=experts(*one, implementation="copies"),
+    odd_widths=experts(*one, D=1000, F=4100),
+    few_rows=experts(*one, D=64, F=192),
+    expert_axis=experts(Mesh(data=2, expert=4), eight),
+    tensor_axis=experts(Mesh(data=2, tensor=4), eight),
+    fsdp=experts(Mesh(data=1, fsdp=8), eight),
+    packed=packed(*one),
+    packed_fsdp=packed(Mesh(data=1, fsdp=8), eight),
+)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tokamax") is None, reason="needs pip install 'jaxformer[kernels]'"
+)
+def test_kernels_of_tokamax_compile_for_a_gpu_that_is_not_here(lines_of):
+    """Three products of experts, each with two gradients; attention and its gradients. Copies of
+    the matrices of experts would take 1.8 times the memory."""
+    (found,) = lines_of(KERNELS)
+    kernels = {name: program["kernels"] for name, program in found.items()}
+    of_experts = ("experts", "few_rows", "expert_axis", "tensor_axis", "fsdp")
+    assert {name: kernels[name] for name in of_experts} == dict.fromkeys(of_experts, 9)
+    assert kernels["copies"] == kernels["odd_widths"] == 0
+    assert kernels["packed"] >= 2
+    assert kernels["packed_fsdp"] >= 2
+    assert found["copies"]["bytes"] > 1.6 * found["experts"]["bytes"]
