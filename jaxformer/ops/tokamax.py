@@ -5,7 +5,7 @@ It needs the extra `kernels`. tokamax (0.0.17) calls its interface unstable, so 
 """
 
 import importlib.util
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -40,8 +40,11 @@ def lacks_package() -> str | None:
     return None
 
 
-def declines(function: Any, *arrays: Array) -> str | None:
-    """What the package itself refuses, such as a width, while `function(*arrays)` is traced."""
+def declines(function: Any, *arrays: Any) -> str | None:
+    """What the package itself refuses, such as a width, while `function(*arrays)` is traced.
+
+    The arrays may be `jax.ShapeDtypeStruct`s.
+    """
     if platform() == "cpu":  # its definition takes all calls
         return None
     try:
@@ -110,11 +113,17 @@ def _refuses(x: Array, w: Array) -> str | None:
         return reason
     if any(width % TILE for width in w.shape[1:]) and platform() == "gpu":
         return f"matrices of {w.shape[1]} x {w.shape[2]}: it takes multiples of {TILE}"
-    return declines(_all_products, x, w.astype(x.dtype))
+    shapes = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(w.shape, x.dtype)
+    return _declined(*shapes, get_default_device())
+
+
+@cache
+def _declined(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, device: Any) -> str | None:
+    """`declines` for all products: a trace takes a second, and every layer asks."""
+    return declines(_all_products, x, w)
 
 
 def _all_products(x: Array, w: Array) -> tuple[Array, Array, Array]:
-    """A product and its gradients, to see whether the package takes them."""
     blocks = Blocks(jnp.zeros(len(x), jnp.int32), jnp.int32(0))
     y = TOKAMAX_GROUPED.product(x, w, blocks)
     dx = TOKAMAX_GROUPED.input_gradient(y, w, blocks)

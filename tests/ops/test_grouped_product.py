@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import pytest
 from jaxformer.config.describe import execution_fields
 from jaxformer.errors import ConfigError
 from jaxformer.models.mixture import Mixture
-from jaxformer.ops import tokamax
+from jaxformer.ops import grouped_product, tokamax
 from jaxformer.ops.grouped_forms import COPIES, LOOP, Blocks, sum_blocks
 from jaxformer.ops.grouped_product import FORMS, grouped
 from jaxformer.ops.grouped_tpu import sum_blocks_on_tpu
@@ -227,6 +228,10 @@ def test_an_unknown_form_is_refused_by_name(unchecked):
         replace(LOOP, name="")
 
 
+class Device(NamedTuple):
+    platform: str
+
+
 def refusal(dtype=jnp.float32, E=2, D=64, F=128):
     return TOKAMAX_GROUPED.refuses(jnp.zeros((3, 8, D), dtype), jnp.zeros((E, D, F)))
 
@@ -241,14 +246,14 @@ def test_what_tokamax_lacks_is_refused_by_name(stand_in, monkeypatch):
     assert refusal() == "kernel for tpu"
     monkeypatch.setattr(tokamax, "platform", lambda: "gpu")
     assert refusal() == "gpu as jax.default_device"
-    monkeypatch.setattr(tokamax, "get_default_device", lambda: SimpleNamespace(platform="gpu"))
+    monkeypatch.setattr(tokamax, "get_default_device", lambda: Device("gpu"))
     assert refusal(F=100) == "matrices of 64 x 100: it takes multiples of 64"
 
     def declines(*arrays, **options):
         raise ExceptionGroup("all", [NotImplementedError("float32\nis not supported")])
 
     monkeypatch.setattr(sys.modules["tokamax"], "ragged_dot_general", declines)
-    assert refusal() == "such call: float32 is not supported"
+    assert refusal(E=3) == "such call: float32 is not supported"
     monkeypatch.setattr(tokamax, "is_installed", lambda: False)
     assert "pip install 'jaxformer[kernels]'" in refusal()
     said = "tokamax: no package tokamax .*; implementation='loop' has it"
@@ -260,6 +265,7 @@ def test_a_gpu_says_why_it_copies(monkeypatch, caplog):
     """Once for each reason."""
     monkeypatch.setattr("jaxformer.ops.grouped_product.platform", lambda: "gpu")
     monkeypatch.setattr(tokamax, "platform", lambda: "gpu")
+    grouped_product._log_once.cache_clear()  # of earlier tests
     arrays = drawn(0)[:3]
     with caplog.at_level("INFO", "jaxformer"):
         grouped(*arrays)
