@@ -31,7 +31,7 @@ ROWS = {"cpu": [1, 8], "gpu": [1, 64]}
 OURS = {
     "gpt2": ("float32", "bfloat16", "int8"),
     "llama": ("float32", "bfloat16", "int8"),
-    "t5": ("float32",),
+    "t5": ("float32", "bfloat16"),
 }
 EVERY = tuple(
     f"{precision} {cache}"

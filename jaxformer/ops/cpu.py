@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-FEW_LINES = 4  # so many lines or fewer are multiplied one after another
+FEW_LINES = 4  # so many lines or fewer are multiplied one after another,
+MOST_AGAIN = 2**22  # if the lines after the first one read at most so many bytes of b again
 
 
 def axes_of(spec: str) -> tuple[str, str, str]:
@@ -147,17 +148,24 @@ def _contraction_of_joined(batch_axes: int, a_axes: str, b_axes: str, out: str, 
 def few_lines(a_axes: str, b_axes: str, out: str, a: Array, b: Array) -> str | None:
     """The axis of a that counts its lines, if a has two to `FEW_LINES` lines of 32 bits or more.
 
-    The lines of b lie in memory one after another: the summed axes are the last ones of b. None
-    otherwise, on a mesh, which may split the lines, and for a size that `jax.export` leaves open.
+    The lines of b lie in memory one after another: the summed axes are the last ones of b. b is
+    small enough to be read for each line. None otherwise, on a mesh, which may split the lines, and
+    for a size that `jax.export` leaves open.
     """
-    if jax.sharding.get_abstract_mesh().size > 1 or not all(isinstance(n, int) for n in a.shape):
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return None
+    if not all(isinstance(n, int) for n in (*a.shape, *b.shape)):
         return None
     summed = [axis for axis in a_axes if axis not in out]
     lines = [axis for axis in a_axes if axis in out and axis not in b_axes]
     long = [axis for axis in lines if a.shape[a_axes.index(axis)] > 1]
     if len(long) != 1 or not summed or not b_axes.endswith("".join(summed)):
         return None
-    is_few = a.shape[a_axes.index(long[0])] <= FEW_LINES and a.dtype.itemsize >= 4
+    count = a.shape[a_axes.index(long[0])]
+    sizes = zip(b_axes, b.shape, strict=True)
+    matrix = math.prod(n for axis, n in sizes if axis in summed or axis not in a_axes)
+    bytes_again = (count - 1) * matrix * b.dtype.itemsize
+    is_few = count <= FEW_LINES and a.dtype.itemsize >= 4 and bytes_again <= MOST_AGAIN
     return long[0] if is_few else None
 
 

@@ -20,6 +20,7 @@ from jaxformer.models import ModelConfig
 from jaxformer.ops.positions import NTK, LongRoPE, Rope
 from jaxformer.ops.stored_weight import to_int8
 from jaxformer.zoo.linear_attention import Linear
+from tests.decoding.test_copies import copies
 
 V = 19
 TINY = ModelConfig(
@@ -309,3 +310,13 @@ def test_a_cache_gives_the_forward_pass():
     config = replace(TINY, masks=(causal() & masks.window(3), causal()))
     for sizes in ([6, 1, 1, 1, 1], [1] * 10, [10]):
         close(read_in_pieces(config, TEXT[:10], sizes), forward(config, TEXT[:10]))
+
+
+@pytest.mark.thorough
+@pytest.mark.report(
+    "tenstorrent/tt-xla#4197",
+    right="slots that hold no token cost no time: no step of decoding copies the cache",
+    hit="with several rows on a CPU, each step copied the keys and values of each layer four times",
+)
+def test_slots_without_tokens_cost_no_copy(monkeypatch):
+    assert not copies(monkeypatch, 3, jnp.float32)

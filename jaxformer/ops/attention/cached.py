@@ -198,20 +198,44 @@ def write_token(state: Array, new: Array, positions: Array) -> Array:
 
 
 def _write_token(state: Array, new: Array, positions: Array) -> Array:
-    K, S, H = state.shape[1:]
     # without the barrier XLA:GPU would compute it again for each batch row
     new = lax.optimization_barrier(new.astype(state.dtype))
+    if len(state) == 1:
+        return _write_row(new, positions, 0, state)
+    return lax.platform_dependent(
+        state, new, positions, cpu=_write_rows_in_loop, default=_write_rows
+    )
+
+
+def _write_rows(state: Array, new: Array, positions: Array) -> Array:
+    for b in range(len(state)):
+        state = _write_row(new, positions, b, state)
+    return state
+
+
+def _write_rows_in_loop(state: Array, new: Array, positions: Array) -> Array:
+    """`_write_rows` on a CPU.
+
+    Without the loop, XLA:CPU fuses the write of a row with the read of the next one, and copies the
+    whole state four times a token. It makes a loop of a scatter, in bfloat16 with copies, too.
+    """
+    write = partial(_write_row, new, positions)
+    return lax.fori_loop(0, len(state), write, state)
+
+
+def _write_row(new: Array, positions: Array, b: Any, state: Array) -> Array:
+    """The state with the token of batch row b."""
+    K, S, H = state.shape[1:]
     # to write a single slot, the TPU's compiler would give the whole state another layout
     pair = min(2, S)
-    # XLA:CPU makes a loop of a scatter, in bfloat16 with copies of all slots
-    for b in range(len(state)):
-        slot = positions[b, 0] % S
-        start = (b, 0, jnp.minimum(slot, S - pair), 0)
-        hit = (jnp.arange(pair) == slot - start[2]) & (positions[b] >= 0)
-        old = lax.dynamic_slice(state, start, (1, K, pair, H))
-        updated = jnp.where(hit[None, None, :, None], new[b : b + 1], old)
-        state = lax.dynamic_update_slice(state, updated, start)
-    return state
+    position = lax.dynamic_index_in_dim(positions, b, keepdims=False)[0]
+    slot = position % S
+    start = (b, 0, jnp.minimum(slot, S - pair), 0)
+    hit = (jnp.arange(pair) == slot - start[2]) & (position >= 0)
+    old = lax.dynamic_slice(state, start, (1, K, pair, H))
+    token = lax.dynamic_slice_in_dim(new, b, 1)
+    updated = jnp.where(hit[None, None, :, None], token, old)
+    return lax.dynamic_update_slice(state, updated, start)
 
 
 def write_slots(state: Array, new: Array, positions: Array, out: Array) -> Array:
