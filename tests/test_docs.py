@@ -139,7 +139,9 @@ OPEN = re.compile(r"…|\.\.\.|[<>]|\b[A-Z_]{4,}\b")  # what the reader puts in
 
 
 def code_of(text):
-    """Blocks that are not Python, and code inside of lines; without comments."""
+    """Blocks that are not Python, and code inside of lines; without comments. A backslash at the
+    end of a line joins the next one."""
+    text = re.sub(r"\\\n\s*", "", text)
     fenced = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     blocks = [body for language, body in fenced if language not in ("python", "diff")]
     rest = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)

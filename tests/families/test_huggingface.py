@@ -251,7 +251,8 @@ def test_one_model_in_the_words_of_several_families(tmp_path):
 @pytest.mark.thorough
 def test_presets_are_written_where_transformers_has_their_model():
     """It has none with GPT-3's bands, the biases of 2017, GPT-1's norms behind a table without an
-    offset, PaLM's, Linformer or Performer. One size stands for all of a name."""
+    offset, Gopher's and Chinchilla's relative positions, PaLM's, Linformer or Performer. One size
+    stands for all of a name."""
 
     def is_refused(preset):
         try:
@@ -261,7 +262,8 @@ def test_presets_are_written_where_transformers_has_their_model():
 
     sizes = {name.split("_")[0]: preset for name, preset in zoo.PRESETS.items()}
     refused = {name for name, preset in sizes.items() if is_refused(preset)}
-    without = {"gpt1", "gpt3", "palm", "transformer", "linformer", "performer"}
+    without = {"gpt1", "gpt3", "gopher", "chinchilla", "palm"}
+    without |= {"transformer", "linformer", "performer"}
     assert refused == without
 
 
