@@ -57,8 +57,10 @@ def open_model(
     longest = sum(_longest(prompts, 0 if max_tokens is None else max_tokens))
     cache_length = padded_length(longest, models.last_stack(config))
     if cache_dtype is None:
-        # to write one token, XLA:CPU converts a 16-bit cache to 32 bits and back
-        cache_dtype = jnp.promote_types(dtype, jnp.float32) if platform() == "cpu" else dtype
+        cache_dtype = dtype
+        if platform() == "cpu" and jax.__version_info__ < (0, 12):
+            # to write one token, XLA:CPU then converts a 16-bit cache to 32 bits and back
+            cache_dtype = jnp.promote_types(dtype, jnp.float32)
     return Model(
         config,
         prepare(config, params, dtype),
