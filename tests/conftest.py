@@ -77,6 +77,16 @@ def pytest_configure(config):
 
 
 @pytest.fixture
+def as_users_call():
+    """Without the checks of signatures that the suite adds, which would raise first."""
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
 def tmp_path(tmp_path):
     """Every file of every test lies where users' files lie: on a path with spaces, quotes and
     letters beyond ASCII."""

@@ -10,7 +10,6 @@ from typing import Literal, get_args, get_origin
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import pytest
 from flax.traverse_util import unflatten_dict
 
@@ -408,14 +407,6 @@ NUMBERS = {  # a config, and the least value of its numbers; -inf: any finite on
     Crop(): dict(padding=0),
     Move(): dict(degrees=0, pixels=0),
 }
-
-
-@pytest.fixture
-def as_users_call():
-    """Without the checks of signatures that the suite adds, which would raise first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize("config", NUMBERS, ids=lambda config: type(config).__name__)

@@ -3,16 +3,7 @@
 
 import re
 
-import jaxtyping
 import pytest
-
-
-@pytest.fixture
-def as_users_call():
-    """Without the checks of signatures that the suite adds, which would raise first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def pytest_collection_modifyitems(items):

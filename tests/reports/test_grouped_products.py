@@ -1,6 +1,5 @@
 """Products of experts: what users of other projects saw go wrong with grouped kernels."""
 
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,17 +14,13 @@ from jaxformer.ops.grouped_forms import Blocks
 from jaxformer.ops.grouped_product import grouped
 from jaxformer.ops.grouped_tpu import sum_blocks_on_tpu
 from jaxformer.ops.tokamax import TOKAMAX_GROUPED
-from tests.ops.test_grouped_product import computed, documented, in_float64
+from tests.ops.test_grouped_product import computed, in_float64, stand_in  # noqa: F401
 
 FORMS = "loop", "copies", "ragged", "tokamax"
 
 
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch):
-    """The documented definition in place of tokamax; rows of no group are NaN there."""
-    package = SimpleNamespace(ragged_dot_general=documented)
-    monkeypatch.setitem(sys.modules, "tokamax", package)
-    monkeypatch.setattr(tokamax, "is_installed", lambda: True)
+# the documented definition in place of tokamax; rows of no group are NaN there
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def normal(seed, *shape):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -18,14 +17,6 @@ from jaxformer.sharding import platform
 from jaxformer.tools.kernel_check import Case, check_kernel
 
 KERNELS = "reference", "query_blocked", "blockwise"
-
-
-@pytest.fixture
-def as_users_call():
-    """Without the checks of signatures that the suite adds, which would raise first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def normal(seed, *shape):

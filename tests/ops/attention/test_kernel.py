@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -331,14 +330,6 @@ def test_the_earlier_name_is_the_same_kernel_with_one_warning(caplog):
 
 
 # Errors at the door
-
-
-@pytest.fixture
-def as_users_call():
-    """Without the checks of signatures that the suite adds, which would raise first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 NO_IMPLEMENTATION = {
